@@ -1,0 +1,215 @@
+"""The committed set: creating a dataset, listing its parts, loading manifests and indexes with their checks.
+
+Spec: rules LAY-2, HDR-9, MAN-1, MAN-3, MAN-8, SNAP-9. One listing of `hsfmt/manifests/` is the whole truth; there is no lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from hsfmt import digests, layout, tables
+from hsfmt.errors import CorruptionError, FormatError, HeaderMismatchError, NotFoundError, UsageError
+from hsfmt.header import MAX_HEADER_NBYTES, Header, check_same_meaning
+from hsfmt.index import PartIndex, parse_index
+from hsfmt.manifest import MAX_MANIFEST_NBYTES, PartManifest, parse_manifest
+from hsfmt.snapshot import (
+    MAX_POINTER_NBYTES,
+    LoadedPart,
+    PartRef,
+    Pointer,
+    Snapshot,
+    parse_pointer,
+    parse_snapshot,
+)
+from hsfmt.storage import Store
+from hsfmt.versions import check_writable
+from hsfmt.zarr_metadata import group_document, parse_root, root_document
+
+_OWN_ENTRIES = {"hsfmt", "parts", layout.ROOT_METADATA}
+
+
+def read_header(store: Store) -> Header:
+    """Return the dataset's header from its root group.
+
+    Raises
+    ------
+    NotFoundError
+        There is no dataset.
+    FormatError, FormatVersionError
+        The root document is not one of this format, or needs a newer library.
+    """
+    try:
+        data = store.read(layout.ROOT_METADATA, MAX_HEADER_NBYTES)
+    except NotFoundError:
+        remedy = "check the path; `hsfmt convert SRC DST` or DatasetWriter makes a dataset"
+        raise NotFoundError.at(
+            store.url, expected="an hsfmt dataset", got="no zarr.json there", remedy=remedy
+        ) from None
+    return parse_root(data, layout.ROOT_METADATA)
+
+
+def ensure_dataset(store: Store, wanted: Header) -> Header:
+    """Create the dataset, or join it if it exists; any number of writers may do so at once (rule HDR-9).
+
+    Returns
+    -------
+    Header
+        The dataset's header as stored: that of whoever created it.
+
+    Raises
+    ------
+    HeaderMismatchError
+        The dataset means something else; each member that differs is named.
+    UsageError
+        The folder holds something else.
+    """
+    if store.size(layout.ROOT_METADATA) is None:
+        foreign = [name for name in store.list("") if name not in _OWN_ENTRIES and not name.endswith(".tmp")]
+        if foreign:
+            raise UsageError.at(
+                store.url,
+                expected="an empty folder or an hsfmt dataset",
+                got=f"a folder with {len(foreign)} other entries, {foreign[0]!r} among them",
+                remedy="choose another destination",
+            )
+        store.create(layout.ROOT_METADATA, root_document(wanted))
+    found = read_header(store)
+    check_writable(found.to_json(), layout.ROOT_METADATA)
+    check_same_meaning(found, wanted, store.url)
+    store.create(layout.PARTS_METADATA, group_document())
+    return found
+
+
+def committed_parts(store: Store) -> list[str]:
+    """Return the names of all committed parts, superseded ones included, ascending (rule MAN-1)."""
+    names = (layout.part_of_manifest(name) for name in store.list(layout.MANIFESTS))
+    return sorted(name for name in names if name is not None)
+
+
+def load_manifest(store: Store, part: str, header: Header, digest: str | None = None) -> PartManifest:
+    """Return a part's manifest.
+
+    Parameters
+    ----------
+    store, part
+        Where, and which.
+    header
+        The dataset's; a part under another one is refused by name.
+    digest
+        The manifest's digest as a snapshot names it, or None.
+
+    Raises
+    ------
+    NotFoundError
+        There is no such part.
+    CorruptionError
+        Changed bytes, or other ones than the snapshot names.
+    HeaderMismatchError
+        The part belongs to a dataset of another meaning.
+    """
+    path = layout.manifest_path(part)
+    manifest = parse_manifest(store.read(path, MAX_MANIFEST_NBYTES), part, path)
+    if digest is not None and manifest.digest() != digest:
+        raise CorruptionError.at(path, expected=f"digest {digest}", got=manifest.digest())
+    if manifest.header.digest() != header.digest():
+        check_same_meaning(header, manifest.header, path)
+        raise HeaderMismatchError.at(
+            path,
+            expected=f"header {header.digest()}",
+            got=manifest.header.digest(),
+            remedy="move the part to its own dataset",
+        )
+    return manifest
+
+
+def load_index(store: Store, manifest: PartManifest) -> PartIndex:
+    """Return a part's index, compared with the digest in its manifest.
+
+    Raises
+    ------
+    NotFoundError, CorruptionError
+        Missing, changed or contradictory.
+    """
+    entry = manifest.index_file
+    if entry.nbytes > tables.MAX_TABLE_NBYTES:
+        raise FormatError.at(entry.path, expected=f"at most {tables.MAX_TABLE_NBYTES} bytes", got=f"{entry.nbytes}")
+    data = store.read(entry.path, entry.nbytes)
+    actual = digests.digest(data)
+    if actual != entry.digest:
+        raise CorruptionError.at(
+            entry.path, expected=f"{entry.nbytes} bytes, {entry.digest}", got=f"{len(data)} bytes, {actual}"
+        )
+    index = parse_index(data, manifest.part, manifest.columns, entry.path)
+    counts = manifest.counts
+    found = index.n_samples, int(index.n_supervised.sum())
+    if found != (counts.samples, counts.supervised_tokens):
+        expected = f"{counts.samples} samples with {counts.supervised_tokens} supervised tokens, as the manifest says"
+        raise CorruptionError.at(entry.path, expected=expected, got=f"{found[0]} with {found[1]}")
+    return index
+
+
+def load_part(store: Store, part: str, header: Header) -> LoadedPart:
+    """Return manifest and index of a committed part."""
+    manifest = load_manifest(store, part, header)
+    return LoadedPart(manifest, load_index(store, manifest) if manifest.counts.samples else None)
+
+
+def without_superseded(parts: Iterable[LoadedPart]) -> list[LoadedPart]:
+    """Return the parts that no other one replaces (rule MAN-8).
+
+    Raises
+    ------
+    CorruptionError
+        A part says that it replaces another whose manifest is not the one it names.
+    """
+    loaded = {part.manifest.part: part for part in parts}
+    superseded = set()
+    for part in loaded.values():
+        for name, digest in part.manifest.replaces.items():
+            if name in loaded and loaded[name].manifest.digest() != digest:
+                where = layout.manifest_path(name)
+                raise CorruptionError.at(
+                    where, expected=f"digest {digest}, as {part.manifest.part} replaces it", got="another manifest"
+                )
+            superseded.add(name)
+    return [part for name, part in loaded.items() if name not in superseded]
+
+
+def read_pointer(store: Store) -> Pointer | None:
+    """Return the pointer to the current snapshot, None when the dataset was never sealed."""
+    try:
+        return parse_pointer(store.read(layout.POINTER, MAX_POINTER_NBYTES))
+    except NotFoundError:
+        return None
+
+
+def read_snapshot(store: Store, fingerprint: str, max_nbytes: int = tables.MAX_TABLE_NBYTES) -> tuple[Snapshot, bytes]:
+    """Return a snapshot by its fingerprint, and the bytes of its index.
+
+    Raises
+    ------
+    NotFoundError
+        There is no such snapshot.
+    CorruptionError
+        Its bytes are not those that the fingerprint names.
+    """
+    path = layout.snapshot_path(digests.check(fingerprint, "snapshot"), "index")
+    data = store.read(path, max_nbytes)
+    return parse_snapshot(data, path, fingerprint), data
+
+
+def load_ref(store: Store, ref: PartRef, header: Header) -> LoadedPart:
+    """Return a part that a snapshot names, each file compared with the snapshot's digest.
+
+    Raises
+    ------
+    NotFoundError, CorruptionError, HeaderMismatchError
+        As `load_manifest` and `load_index`.
+    """
+    manifest = load_manifest(store, ref.name, header, ref.manifest_digest)
+    if ref.index_digest is None:
+        return LoadedPart(manifest, None)
+    if manifest.index_file.digest != ref.index_digest:
+        where = layout.manifest_path(ref.name)
+        raise CorruptionError.at(where, expected=f"index {ref.index_digest}", got=manifest.index_file.digest)
+    return LoadedPart(manifest, load_index(store, manifest))

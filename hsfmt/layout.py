@@ -1,0 +1,71 @@
+"""Names and places: where each object of a dataset lies.
+
+Spec: rules LAY-1 to LAY-3.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from datetime import UTC, datetime
+
+from hsfmt.errors import FormatError
+
+ROOT_METADATA = "zarr.json"
+PARTS_METADATA = "parts/zarr.json"
+POINTER = "hsfmt/manifest.json"
+MANIFESTS = "hsfmt/manifests"
+INDEXES = "hsfmt/index"
+SNAPSHOTS = "hsfmt/snapshots"
+ATTACHMENTS = "hsfmt/attachments"
+PART_PATTERN = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
+
+
+def new_part_name(now: datetime | None = None) -> str:
+    """Return an opaque part name: start time and 64 random bits; lower case, so that no file system folds two into one."""
+    start = (now or datetime.now(UTC)).strftime("%Y%m%dt%H%M%Sz")
+    return f"{start}-{secrets.token_hex(8)}"
+
+
+def check_part_name(name: object, where: str) -> str:
+    """Return the name if it is one that a part can have.
+
+    Raises
+    ------
+    FormatError
+        It has other characters, or is empty or too long.
+    """
+    if not isinstance(name, str) or not PART_PATTERN.fullmatch(name):
+        raise FormatError.at(where, expected=f"a part name of {PART_PATTERN.pattern}", got=repr(name)[:100])
+    return name
+
+
+def part_folder(part: str) -> str:
+    """Return the folder of a part's arrays."""
+    return f"parts/{part}"
+
+
+def column_folder(part: str, column: str) -> str:
+    """Return the folder of one array."""
+    return f"parts/{part}/{column}"
+
+
+def index_path(part: str) -> str:
+    """Return the path of a part's index."""
+    return f"{INDEXES}/{part}.safetensors"
+
+
+def manifest_path(part: str) -> str:
+    """Return the path of a part's manifest."""
+    return f"{MANIFESTS}/{part}.json"
+
+
+def snapshot_path(fingerprint: str, file: str) -> str:
+    """Return the path of a snapshot's file ("index" or "ids") for a fingerprint like xxh3_128:<hex>."""
+    return f"{SNAPSHOTS}/{fingerprint.rpartition(':')[2]}/{file}.safetensors"
+
+
+def part_of_manifest(name: str) -> str | None:
+    """Return the part that a file of the manifests folder commits, None for a temporary or foreign name."""
+    stem, dot, suffix = name.rpartition(".")
+    return stem if dot and suffix == "json" and PART_PATTERN.fullmatch(stem) else None

@@ -1,0 +1,177 @@
+"""Sealing: make a snapshot of all that is committed and point at it.
+
+Spec: rules SEAL-1 to SEAL-6. No lock: whoever replaces the pointer lists again, and repeats if the committed set grew.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from hsfmt import layout
+from hsfmt.catalog import (
+    committed_parts,
+    load_part,
+    load_ref,
+    read_header,
+    read_pointer,
+    read_snapshot,
+    without_superseded,
+)
+from hsfmt.errors import ExpectationError, NotFoundError, Problem
+from hsfmt.header import Header
+from hsfmt.snapshot import LoadedPart, Snapshot, build_snapshot, make_pointer, parse_snapshot, parse_snapshot_ids
+from hsfmt.storage import Store, open_store
+from hsfmt.versions import check_writable
+
+_SHOWN = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """What a seal made.
+
+    Attributes
+    ----------
+    snapshot
+        The snapshot that the pointer now names.
+    rounds
+        How often the committed set was listed until it had stopped growing.
+    changed
+        False when the pointer named this very snapshot already.
+    """
+
+    snapshot: Snapshot
+    rounds: int
+    changed: bool
+
+
+def seal(
+    url: str | os.PathLike[str] | Store,
+    *,
+    expect: int | Collection[str] | None = None,
+    retract: Collection[str] = (),
+    storage_options: Mapping[str, Any] | None = None,
+) -> Sealed:
+    """Make a snapshot of all committed parts and point at it.
+
+    Parameters
+    ----------
+    url
+        The dataset.
+    expect
+        A number of samples, or the very ids, that the snapshot must hold; otherwise nothing is replaced.
+    retract
+        Ids to list but no longer serve; ids retracted by the current snapshot stay so.
+    storage_options
+        For fsspec URLs.
+
+    Returns
+    -------
+    Sealed
+        The snapshot and whether it is new.
+
+    Raises
+    ------
+    NotFoundError
+        There is no dataset, or nothing committed in it.
+    ExpectationError
+        The committed samples are not the expected ones; the missing and the unexpected ids are named.
+    CorruptionError, HeaderMismatchError
+        A committed part can't be part of a snapshot.
+    """
+    store = url if isinstance(url, Store) else open_store(url, storage_options)
+    header = read_header(store)
+    check_writable(header.to_json(), layout.ROOT_METADATA)
+    gone = set(retract) | _retracted(store, header)
+    loaded: dict[str, LoadedPart] = {}
+    rounds, changed = 0, False
+    while True:
+        rounds += 1
+        names = committed_parts(store)
+        if not names:
+            remedy = "commit samples first; uncommitted parts of a crashed writer can't be sealed"
+            raise NotFoundError.at(store.url, expected="committed parts", got="none", remedy=remedy)
+        for name in names:
+            if name not in loaded:
+                loaded[name] = load_part(store, name, header)
+        snapshot, replaced = _point_at(store, [loaded[name] for name in names], header, gone, expect)
+        changed |= replaced
+        if committed_parts(store) == names:
+            return Sealed(snapshot, rounds, changed)
+
+
+def build_live(store: Store, header: Header) -> tuple[bytes, bytes]:
+    """Return (index file, ids file) of a snapshot over all committed parts, without writing anything."""
+    parts = [load_part(store, name, header) for name in committed_parts(store)]
+    return build_snapshot(without_superseded(parts), header, _retracted(store, header))
+
+
+def _point_at(
+    store: Store, parts: list[LoadedPart], header: Header, gone: set[str], expect: int | Collection[str] | None
+) -> tuple[Snapshot, bool]:
+    index_file, ids_file = build_snapshot(without_superseded(parts), header, gone)
+    snapshot = parse_snapshot(index_file, "snapshot")
+    _check_expected(snapshot, ids_file, expect)
+    pointer = read_pointer(store)
+    ids_path, index_path = (layout.snapshot_path(snapshot.fingerprint, file) for file in ("ids", "index"))
+    if (
+        pointer is not None
+        and pointer.fingerprint == snapshot.fingerprint
+        and store.size(index_path)
+        and store.size(ids_path)
+    ):
+        return snapshot, False
+    # What a commit made durable on another host may not be on this one's directories yet.
+    store.sync(sorted(_directories(parts)))
+    store.write(ids_path, ids_file)
+    store.write(index_path, index_file)
+    store.sync([layout.snapshot_path(snapshot.fingerprint, "x").rpartition("/")[0]])
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    store.replace(layout.POINTER, make_pointer(snapshot, len(index_file), now).to_bytes())
+    store.sync(["hsfmt"])
+    return snapshot, True
+
+
+def _directories(parts: list[LoadedPart]) -> set[str]:
+    files = (entry.path for part in parts for entry in part.manifest.files)
+    return {layout.MANIFESTS, layout.INDEXES, "parts", *(path.rpartition("/")[0] for path in files)}
+
+
+def _retracted(store: Store, header: Header) -> set[str]:
+    pointer = read_pointer(store)
+    if pointer is None:
+        return set()
+    snapshot, _ = read_snapshot(store, pointer.fingerprint)
+    ids = set()
+    for number in set(snapshot.retracted_part.tolist()):
+        index = load_ref(store, snapshot.parts[number], header).index
+        rows = snapshot.retracted_row[snapshot.retracted_part == number]
+        ids |= {index.sample_id(int(row)) for row in rows} if index else set()
+    return ids
+
+
+def _check_expected(snapshot: Snapshot, ids_file: bytes, expect: int | Collection[str] | None) -> None:
+    if expect is None:
+        return
+    remedy = "run the producer again for what is missing; the current snapshot was left as it is"
+    if isinstance(expect, int):
+        if snapshot.n_samples != expect:
+            got = f"{snapshot.n_samples} ({snapshot.counts['holes']} holes)"
+            raise ExpectationError.at("snapshot", expected=f"{expect} samples", got=got, remedy=remedy)
+        return
+    ids = parse_snapshot_ids(ids_file, snapshot, "snapshot")
+    have, want = {ids[i] for i in range(len(ids))}, set(expect)
+    problems = [
+        Problem("snapshot", expected, f"{len(found)} {kind}", remedy, tuple(sorted(found)[:_SHOWN]))
+        for found, kind, expected in (
+            (want - have, "missing", "all expected ids"),
+            (have - want, "unexpected", "no other ids"),
+        )
+        if found
+    ]
+    if problems:
+        raise ExpectationError(problems)

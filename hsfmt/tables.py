@@ -1,0 +1,153 @@
+"""The container of index and snapshot files: safetensors, written one way and parsed strictly without copies.
+
+Spec: rules TAB-1 to TAB-5. Our own few lines, since the library gives no access to the metadata of bytes in memory,
+copies every tensor, and does not promise the same bytes for the same content.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hsfmt import canonical
+from hsfmt.errors import CorruptionError
+
+MAX_TABLE_NBYTES = 1 << 30
+_MAX_HEADER_NBYTES = 64 << 20
+_METADATA = "__metadata__"
+_KEY = "hsfmt"
+_DTYPES = {"I32": np.dtype("<i4"), "I64": np.dtype("<i8"), "U64": np.dtype("<u8"), "U8": np.dtype("u1")}
+_NAMES = {value: key for key, value in _DTYPES.items()}
+
+Array = npt.NDArray[np.generic]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Named arrays and one JSON document.
+
+    Attributes
+    ----------
+    arrays
+        Read-only views of the file's bytes.
+    metadata
+        The document under `__metadata__.hsfmt`.
+    """
+
+    arrays: Mapping[str, Array]
+    metadata: dict[str, Any]
+
+
+def serialize(arrays: Mapping[str, Array], metadata: dict[str, Any]) -> bytes:
+    """Return the file: tensors in name order, dense, header padded with spaces to a multiple of 8 (rule TAB-2)."""
+    header: dict[str, Any] = {_METADATA: {_KEY: canonical.dumps(metadata).decode()}}
+    blobs: list[memoryview] = []
+    offset = 0
+    # Wide types first keeps every tensor aligned to its item size without gaps.
+    for name in sorted(arrays, key=lambda key: (-arrays[key].dtype.itemsize, key)):
+        array = np.ascontiguousarray(arrays[name])
+        header[name] = {
+            "dtype": _NAMES[array.dtype.newbyteorder("<") if array.dtype.itemsize > 1 else array.dtype],
+            "shape": list(array.shape),
+            "data_offsets": [offset, offset + array.nbytes],
+        }
+        blobs.append(memoryview(array.reshape(-1).view(np.uint8)))
+        offset += array.nbytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return b"".join([struct.pack("<Q", len(text)), text, *blobs])
+
+
+def parse(data: bytes, where: str) -> Table:
+    """Parse a file whose digest the caller has compared.
+
+    Raises
+    ------
+    CorruptionError
+        Sizes, offsets, dtypes or shapes are not exactly those of a dense safetensors file (rules TAB-1, TAB-3).
+    """
+    try:
+        return _parse(data, where)
+    except (KeyError, TypeError, ValueError, RecursionError, OverflowError, struct.error) as error:
+        if isinstance(error, CorruptionError):
+            raise
+        got = f"{type(error).__name__}: {error}"[:200]
+        raise CorruptionError.at(where, expected="a dense safetensors file of the format", got=got) from None
+
+
+def _parse(data: bytes, where: str) -> Table:
+    if len(data) < 8:
+        raise ValueError(f"{len(data)} bytes")
+    (size,) = struct.unpack_from("<Q", data)
+    if size > min(len(data) - 8, _MAX_HEADER_NBYTES):
+        raise ValueError(f"header of {size} bytes in a file of {len(data)}")
+    header = json.loads(data[8 : 8 + size].decode("utf-8"), object_pairs_hook=_unique)
+    document = canonical.loads(header.pop(_METADATA)[_KEY].encode(), f"{where}: __metadata__")
+    arrays: dict[str, Array] = {}
+    end = 0
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        start, stop = entry["data_offsets"]
+        kind = _DTYPES[entry["dtype"]]
+        shape = tuple(entry["shape"])
+        if start != end or any(type(n) is not int or n < 0 for n in (stop, *shape)):
+            raise ValueError(f"{name} lies at {start}, not {end}")
+        count = 1
+        for n in shape:
+            count *= n
+        if stop - start != count * kind.itemsize or 8 + size + stop > len(data):
+            raise ValueError(f"{name} has {stop - start} bytes for {shape} {entry['dtype']}")
+        arrays[name] = np.frombuffer(data, kind, count, 8 + size + start).reshape(shape)
+        end = stop
+    if 8 + size + end != len(data):
+        raise ValueError(f"{len(data) - 8 - size - end} bytes behind the last tensor")
+    return Table(arrays, document)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("duplicate key")
+    return result
+
+
+def take(table: Table, name: str, dtype: str, shape: tuple[int | None, ...], where: str) -> Array:
+    """Return a tensor that must be there with that dtype ("I64", …) and shape (None: any length).
+
+    Raises
+    ------
+    CorruptionError
+        It is missing or other.
+    """
+    array = table.arrays.get(name)
+    good = array is not None and array.dtype == _DTYPES[dtype] and array.ndim == len(shape)
+    if array is None or not good or any(n not in (None, m) for n, m in zip(shape, array.shape, strict=True)):
+        got = "nothing" if array is None else f"{array.dtype} {array.shape}"
+        raise CorruptionError.at(f"{where}: {name}", expected=f"{dtype} {shape}", got=got)
+    return array
+
+
+def pack_strings(values: list[bytes]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+    """Return (bytes uint8 [total], offsets int64 [n + 1]) of byte strings."""
+    offsets = np.zeros(len(values) + 1, np.int64)
+    np.cumsum([len(value) for value in values], out=offsets[1:])
+    return np.frombuffer(b"".join(values), np.uint8), offsets
+
+
+def check_offsets(offsets: npt.NDArray[np.int64], total: int, where: str, *, strict: bool = False) -> None:
+    """Refuse offsets that do not rise from 0 to `total` (strictly, where empty entries are not allowed; rule TAB-4).
+
+    Raises
+    ------
+    CorruptionError
+        They do not.
+    """
+    steps = np.diff(offsets)
+    if offsets[0] != 0 or offsets[-1] != total or np.any(steps < (1 if strict else 0)):
+        got = f"from {offsets[0]} to {offsets[-1]}, steps from {steps.min(initial=0)}"
+        raise CorruptionError.at(where, expected=f"offsets rising from 0 to {total}", got=got)

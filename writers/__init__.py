@@ -1,0 +1,1 @@
+"""Writing: DatasetWriter and what engines and exporters build on it."""

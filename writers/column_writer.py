@@ -1,0 +1,203 @@
+"""One column of the open part: rows in, chunks out, streamed straight into the open shard.
+
+Spec: rules LAY-5 to LAY-8 and WRITE-2. Memory is a few chunk rows, whatever the size of samples, shards and parts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hsfmt import layout
+from hsfmt.columns import STATES, Column, column_chunk_rows, fitted_shard_rows, max_shard_rows, state_chunk_rows
+from hsfmt.digests import FileHasher
+from hsfmt.dtypes import dtype
+from hsfmt.manifest import FileEntry
+from hsfmt.storage import ObjectWriter, Store
+from hsfmt.writers.pipeline import Encoded, OutputThread, Pipeline
+from hsfmt.zarr_metadata import shard_index
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnPlan:
+    """What a column will be before its length is known.
+
+    Attributes
+    ----------
+    row_shape
+        Shape of a row: (layer, hidden) for `hidden_states`.
+    chunk_rows, shard_rows
+        Rows of a chunk; most rows of a shard.
+    """
+
+    name: str
+    kind: str
+    dtype_name: str
+    row_shape: tuple[int, ...]
+    codec: str
+    chunk_rows: int
+    shard_rows: int
+
+    @property
+    def n_planes(self) -> int:
+        """Chunks side by side in one chunk row."""
+        return self.row_shape[0] if self.name == STATES else 1
+
+    def column(self, n_rows: int) -> Column:
+        """Return the column once its length is known."""
+        row_nbytes = math.prod(self.row_shape) * dtype(self.dtype_name).itemsize
+        shard_rows = min(self.shard_rows, fitted_shard_rows(n_rows, self.chunk_rows, row_nbytes))
+        return Column(
+            self.name, self.kind, self.dtype_name, (n_rows, *self.row_shape), self.chunk_rows, shard_rows, self.codec
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class GridOptions:
+    """Sizes that a caller may ask for, in tokens; None takes the preferred ones. For small samples, and for tests."""
+
+    chunk_tokens: int | None = None
+    shard_tokens: int | None = None
+
+
+def plan_column(
+    name: str, kind: str, dtype_name: str, row_shape: tuple[int, ...], codec: str, grid: GridOptions
+) -> ColumnPlan:
+    """Choose chunk and shard sizes (rules LAY-5, LAY-6)."""
+    itemsize = dtype(dtype_name).itemsize
+    row_nbytes = math.prod(row_shape) * itemsize
+    if grid.chunk_tokens is not None:
+        chunk_rows = grid.chunk_tokens
+    elif name == STATES:
+        chunk_rows = state_chunk_rows(row_shape[1], itemsize)
+    else:
+        chunk_rows = column_chunk_rows(row_nbytes)
+    shard_rows = max_shard_rows(chunk_rows, row_nbytes)
+    if grid.shard_tokens is not None:
+        shard_rows = min(shard_rows, chunk_rows * max(1, grid.shard_tokens // chunk_rows))
+    return ColumnPlan(name, kind, dtype_name, row_shape, codec, chunk_rows, shard_rows)
+
+
+class ColumnWriter:
+    """Takes rows, hands whole chunk rows to the encoders, and appends what they return to the open shard in order."""
+
+    def __init__(self, plan: ColumnPlan, store: Store, part: str, pipeline: Pipeline, output: OutputThread) -> None:
+        self.plan = plan
+        self.n_rows = 0
+        self.files: list[FileEntry] = []
+        self._store = store
+        self._folder = layout.column_folder(part, plan.name)
+        self._pipeline = pipeline
+        self._output = output
+        trailing = plan.row_shape[1:] if plan.name == STATES else plan.row_shape
+        # Plane-major, so that each chunk is contiguous for the encoder.
+        self._buffer_shape = (plan.n_planes, plan.chunk_rows, *trailing)
+        self._buffer: Array | None = None
+        self._free: list[Array] = []
+        self._filled = 0
+        self._table: list[tuple[int, int, int]] = []
+        self._shard: ObjectWriter | None = None
+        self._hasher = FileHasher()
+        self._n_shards = 0
+
+    def append(self, planes: Sequence[Array]) -> None:
+        """Copy rows into the open chunk row; blocks only while all buffers are in flight.
+
+        Parameters
+        ----------
+        planes
+            One array [row, ...] a plane, all of the same length.
+        """
+        n, start = len(planes[0]), 0
+        while start < n:
+            if self._buffer is None:
+                self._buffer = self._take_buffer()
+            count = min(n - start, self.plan.chunk_rows - self._filled)
+            for plane, rows in enumerate(planes):
+                self._buffer[plane, self._filled : self._filled + count] = rows[start : start + count]
+            self._filled += count
+            self.n_rows += count
+            start += count
+            if self._filled == self.plan.chunk_rows:
+                self._flush()
+
+    def flush(self) -> None:
+        """Hand over the last, partly filled chunk row, padded with zeros."""
+        if self._buffer is not None and self._filled:
+            self._buffer[:, self._filled :] = 0
+            self._flush()
+
+    def finish(self) -> tuple[Column, npt.NDArray[np.uint64]]:
+        """Close the last shard and return (column, chunk table uint64 [chunk, 3]); the output thread has ended."""
+        column = self.plan.column(self.n_rows)
+        if self._shard is not None:
+            self._close_shard(column)
+        return column, self._chunk_table()
+
+    def abort(self) -> None:
+        """Leave no open object behind; the output thread has ended."""
+        if self._shard is not None:
+            self._shard.abort()
+
+    def _take_buffer(self) -> Array:
+        nbytes = math.prod(self._buffer_shape) * dtype(self.plan.dtype_name).itemsize
+        self._pipeline.budget.acquire(nbytes)
+        try:
+            return self._free.pop()
+        except IndexError:
+            return np.empty(self._buffer_shape, dtype(self.plan.dtype_name).storage)
+
+    def _flush(self) -> None:
+        buffer, self._buffer, self._filled = self._buffer, None, 0
+        assert buffer is not None
+        futures = [self._pipeline.encode(self.plan.codec, chunk) for chunk in buffer]
+        self._output.submit(lambda: self._write(futures), lambda: self._give_back(buffer, futures))
+
+    def _give_back(self, buffer: Array, futures: list[Future[Encoded]]) -> None:
+        for future in futures:
+            future.exception()  # the encoder may still read the buffer when an earlier task failed
+        self._free.append(buffer)
+        self._pipeline.budget.release(buffer.nbytes)
+
+    def _write(self, futures: list[Future[Encoded]]) -> None:
+        rows_in_shard = (
+            len(self._table) // self.plan.n_planes
+        ) * self.plan.chunk_rows - self._n_shards * self.plan.shard_rows
+        if self._shard is not None and rows_in_shard == self.plan.shard_rows:
+            # A second shard exists, so the shard size is the planned one whatever the final length.
+            self._close_shard(self.plan.column((self._n_shards + 1) * self.plan.shard_rows + 1))
+        if self._shard is None:
+            key = self.plan.column(1).shard_key(self._n_shards)
+            self._shard = self._store.open_object(f"{self._folder}/{key}")
+            self._hasher = FileHasher()
+        for future in futures:
+            encoded = future.result()
+            self._table.append((self._shard.nbytes, len(encoded.payload), encoded.digest))
+            for data in (encoded.payload, encoded.crc):
+                self._shard.write(data)
+                self._hasher.update(data)
+
+    def _close_shard(self, column: Column) -> None:
+        assert self._shard is not None
+        tail = shard_index(column, self._n_shards, self._chunk_table(column.n_chunks))
+        self._shard.write(tail)
+        self._hasher.update(tail)
+        self._shard.commit()
+        path = f"{self._folder}/{column.shard_key(self._n_shards)}"
+        self.files.append(FileEntry(path, self._shard.nbytes, self._hasher.digest()))
+        self._shard = None
+        self._n_shards += 1
+
+    def _chunk_table(self, n_chunks: int | None = None) -> npt.NDArray[np.uint64]:
+        table = np.array(self._table, np.uint64).reshape(-1, 3)
+        if n_chunks is not None and len(table) < n_chunks:
+            table = np.concatenate([table, np.zeros((n_chunks - len(table), 3), np.uint64)])
+        return table

@@ -1,0 +1,450 @@
+"""DatasetWriter: the public way to write samples into a dataset.
+
+Spec: rules WRITE-1 to WRITE-8. Accepted (write() returned) and durable (commit() returned the id) are different words.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import numpy as np
+import numpy.typing as npt
+
+import hsfmt
+from hsfmt import canonical, layout
+from hsfmt.catalog import committed_parts, ensure_dataset
+from hsfmt.codecs import check_codec
+from hsfmt.errors import DuplicateSampleError, NonFiniteError, SampleError, UsageError, WriterClosedError
+from hsfmt.header import Header, Identity, make_header
+from hsfmt.idset import CommittedIds, IdSet
+from hsfmt.sealing import seal as seal_dataset
+from hsfmt.storage import Store, open_store
+from hsfmt.tables import pack_strings
+from hsfmt.writers.column_writer import GridOptions
+from hsfmt.writers.extras import Extra, extra_values, parse_extras
+from hsfmt.writers.part_writer import PartSettings, PartWriter, iter_ids
+from hsfmt.writers.pipeline import Pipeline
+from hsfmt.writers.samples import check_id, make_sample, scan
+
+_log = logging.getLogger("hsfmt")
+GIB = 1 << 30
+MIB = 1 << 20
+
+_Packed = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]
+
+
+class DatasetWriter:
+    """Appends samples to a dataset, creating it if need be.
+
+    Any number of writers, processes and hosts may write to one dataset at once, without a lock: each makes parts of its
+    own. One writer is used from one process; its methods may be called from several threads.
+
+    Parameters
+    ----------
+    url
+        Folder or fsspec URL of the dataset.
+    layers
+        HF `hidden_states` indices of the layer axis, strictly ascending (0: embeddings, k: output of decoder layer k-1).
+    hidden_size
+        Elements of a state.
+    final_norm
+        "pre", "post" or "unknown": whether the state after the last layer is before or after the final norm.
+    dtype
+        "bfloat16", "float16", "float32" or "float8_e4m3fn".
+    model, tokenizer
+        Name, or an object of name, revision, weights_digest / name, digest, chat_template_digest.
+    codec
+        "zstd" (lossless, about two thirds of the size) or "none".
+    part_nbytes
+        A part ends when its states reach this many raw bytes.
+    part_seconds
+        A part ends at this age, so that a crash costs no more; None for never.
+    producer
+        What varies by run (engine, attention backend, command …): strings, integers, lists and objects.
+    extras
+        Further columns by name.
+    scaling
+        For float8_e4m3fn: {"column", "rule"}; defaults to the column `hidden_states_scale` (float32 a token).
+    on_duplicate
+        What write() does with an id that is there already: "error" or "skip".
+    nonfinite
+        What it does with NaN and Inf: "raise", "hole" (record the id as failed) or "keep".
+    seal
+        Whether close() seals the dataset.
+    threads
+        Encoding threads; by default one a core, at most 8.
+    queue_nbytes
+        Bound on the bytes between write() and the disk.
+    chunk_tokens, shard_tokens
+        Grid sizes instead of the preferred ones.
+    part_names
+        Makes a name for each part.
+    storage_options
+        For fsspec URLs.
+
+    Raises
+    ------
+    HeaderMismatchError
+        The dataset exists and means something else.
+    FormatError, UsageError
+        Settings that the format does not have.
+    """
+
+    def __init__(  # noqa: PLR0913  the public constructor: each is a setting of its own
+        self,
+        url: str | os.PathLike[str],
+        *,
+        layers: Sequence[int],
+        hidden_size: int,
+        final_norm: str,
+        dtype: str = "bfloat16",
+        model: str | Identity | None = None,
+        codec: str = "zstd",
+        part_nbytes: int = 32 * GIB,
+        part_seconds: float | None = 600,
+        tokenizer: str | Identity | None = None,
+        producer: Mapping[str, Any] | None = None,
+        extras: Mapping[str, Extra | Mapping[str, Any]] | None = None,
+        scaling: Identity | None = None,
+        on_duplicate: Literal["error", "skip"] = "error",
+        nonfinite: Literal["raise", "hole", "keep"] = "raise",
+        seal: bool = True,
+        threads: int | None = None,
+        queue_nbytes: int = 256 * MIB,
+        chunk_tokens: int | None = None,
+        shard_tokens: int | None = None,
+        part_names: Callable[[], str] = layout.new_part_name,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        _choice("on_duplicate", on_duplicate, ("error", "skip"))
+        _choice("nonfinite", nonfinite, ("raise", "hole", "keep"))
+        declared = parse_extras(extras)
+        if str(dtype).removeprefix("torch.") == "float8_e4m3fn":
+            scaling = scaling or {"column": "hidden_states_scale", "rule": "bfloat16_product"}
+            declared.setdefault(scaling["column"], Extra("token", "float32"))
+        wanted = make_header(
+            layers=layers, hidden_size=hidden_size, final_norm=final_norm, dtype=dtype, model=model, tokenizer=tokenizer,
+            scaling=scaling,
+        )  # fmt: skip
+        grid = GridOptions(chunk_tokens, shard_tokens)
+        self._store = open_store(url, storage_options)
+        self._header = ensure_dataset(self._store, wanted)
+        self._settings = PartSettings(
+            self._header, check_codec(codec, "codec"), dict(sorted(declared.items())), grid, _producer(producer, codec)
+        )
+        self._part_nbytes, self._part_seconds = part_nbytes, part_seconds
+        self._on_duplicate, self._nonfinite, self._seal = on_duplicate, nonfinite, seal
+        self._part_names = part_names
+        self._pipeline = Pipeline(threads, queue_nbytes)
+        self._lock = threading.RLock()
+        self._committed: CommittedIds | None = None
+        self._pending = IdSet()
+        self._next_index: int | None = None
+        self._part: PartWriter | None = None
+        self._timer: threading.Timer | None = None
+        self._finisher = ThreadPoolExecutor(1, thread_name_prefix="hsfmt-commit")
+        self._finishing: list[Future[None]] = []
+        self._durable: list[_Packed] = []
+        self._pid = os.getpid()
+        self._closed = False
+        self._failure: BaseException | None = None
+
+    @property
+    def header(self) -> Header:
+        """The dataset's header."""
+        return self._header
+
+    @property
+    def url(self) -> str:
+        """Where the dataset lies."""
+        return self._store.url
+
+    def write(
+        self,
+        sample_id: str,
+        input_ids: Any,
+        hidden_states: Any,
+        loss_mask: Any = None,
+        metadata: Mapping[str, Any] | None = None,
+        *,
+        source_index: int | None = None,
+        **extras: Any,
+    ) -> bool:
+        """Take a sample. Its arrays are copied, and may be changed afterwards; it is accepted, not yet durable.
+
+        Parameters
+        ----------
+        sample_id
+            Unique in the dataset.
+        input_ids
+            Integers [token].
+        hidden_states
+            [token, layer, hidden], or a list of [token, hidden] a layer, of exactly the dataset's dtype: torch or NumPy
+            (ml_dtypes for bfloat16, or uint16 patterns).
+        loss_mask
+            0 or 1 [token]; None stores ones and records that no mask was given.
+        metadata
+            A JSON object about the sample.
+        source_index
+            Place in the default order; by default the order of writing.
+        **extras
+            Values of declared extra columns; one that is missing or None is null.
+
+        Returns
+        -------
+        bool
+            False when it was skipped as a duplicate or became a hole.
+
+        Raises
+        ------
+        SampleError
+            The sample does not fit; nothing of it was taken.
+        DuplicateSampleError
+            The id is there already (`on_duplicate="error"`).
+        NonFiniteError
+            It holds NaN or Inf (`nonfinite="raise"`).
+        StorageError
+            Writing failed, now or earlier; what was not committed is lost, and the writer is closed.
+        """
+        with self._lock:
+            self._check_usable()
+            check_id(sample_id)
+            if sample_id in self._pending or sample_id in self._ids():
+                if self._on_duplicate == "skip":
+                    return False
+                raise DuplicateSampleError.at(
+                    f"sample {sample_id!r}", expected="a new id", got="one that is in the dataset or in this writer already",
+                    remedy='skip it (on_duplicate="skip") or give it another id',
+                )  # fmt: skip
+            sample = make_sample(self._header, sample_id, input_ids, hidden_states, loss_mask, metadata)
+            values = extra_values(self._settings.extras, extras, sample.n_tokens, f"sample {sample_id!r}")
+            content, bad = scan(sample, self._header, count_nonfinite=self._nonfinite != "keep")
+            if bad:
+                return self._refuse_nonfinite(sample_id, bad, sample.n_tokens)
+            part = self._open_part()
+            with self._failing():
+                part.add(sample, content, self._take_index(source_index), values)
+            part.holes.pop(sample_id, None)
+            self._pending.add(sample_id)
+            if part.nbytes >= self._part_nbytes:
+                self._roll()
+            return True
+
+    def hole(self, sample_id: str, reason: str) -> None:
+        """Record that a sample failed, and why; a later sample of that id, in any part, beats the hole.
+
+        Raises
+        ------
+        SampleError
+            The id or the reason is no text, or the id was written by this writer.
+        """
+        with self._lock:
+            self._check_usable()
+            check_id(sample_id)
+            if not isinstance(reason, str) or not reason:
+                raise SampleError.at(f"hole {sample_id!r}", expected="a reason", got=repr(reason)[:100])
+            if sample_id in self._pending:
+                raise SampleError.at(
+                    f"hole {sample_id!r}", expected="an id that was not written", got="a written sample"
+                )
+            canonical.dumps(reason)
+            self._open_part().holes[sample_id] = reason
+
+    def commit(self) -> list[str]:
+        """End the open part and wait until all parts are durable.
+
+        Returns
+        -------
+        list[str]
+            Ids that became durable since the last call, those of parts that ended by size or age included.
+
+        Raises
+        ------
+        StorageError
+            Something could not be made durable; the ids that were durable before stay so.
+        """
+        with self._lock:
+            self._check_usable()
+            self._roll()
+            with self._failing():
+                self._wait()
+            packed, self._durable = self._durable, []
+            return [sample_id for ids in packed for sample_id in iter_ids(ids)]
+
+    def committed_ids(self) -> CommittedIds:
+        """Return the set-like view of all ids that are durable in the dataset now, other writers' included."""
+        with self._lock:
+            ids = self._ids()
+            ids.refresh()
+            return ids
+
+    def close(self, *, seal: bool | None = None) -> None:
+        """Commit, and seal unless told not to. A second call does nothing.
+
+        Raises
+        ------
+        StorageError
+            As `commit`.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            try:
+                self.commit()
+            finally:
+                self._shutdown()
+            if not committed_parts(self._store):
+                _log.warning("%s: nothing was committed", self.url)
+            elif self._seal if seal is None else seal:
+                seal_dataset(self._store)
+            else:
+                _log.info("%s: committed but not sealed; readers see it after `hsfmt seal`", self.url)
+
+    def abort(self) -> None:
+        """Close without committing the open part; parts that ended by size or age before are waited for."""
+        with self._lock:
+            if self._closed:
+                return
+            part, self._part = self._part, None
+            if part is not None:
+                part.abort()
+            self._shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abort()
+
+    def _ids(self) -> CommittedIds:
+        if self._committed is None:
+            self._committed = CommittedIds(self._store, self._header)
+            self._committed.refresh()
+        return self._committed
+
+    def _take_index(self, given: int | None) -> int:
+        if given is not None:
+            return int(given)
+        if self._next_index is None:
+            self._next_index = self._ids().next_source_index
+        self._next_index += 1
+        return self._next_index - 1
+
+    def _refuse_nonfinite(self, sample_id: str, bad: int, n_tokens: int) -> bool:
+        got = f"{bad} NaN or Inf values in {n_tokens} tokens"
+        if self._nonfinite == "hole":
+            self.hole(sample_id, got)
+            return False
+        remedy = 'pass nonfinite="hole" to record it as failed, or "keep" to store it as it is'
+        raise NonFiniteError.at(f"sample {sample_id!r}", expected="finite states", got=got, remedy=remedy)
+
+    def _open_part(self) -> PartWriter:
+        if self._part is None:
+            self._part = PartWriter(self._store, self._part_names(), self._settings, self._pipeline)
+            if self._part_seconds is not None:
+                self._timer = threading.Timer(self._part_seconds, self._age_out, [self._part])
+                self._timer.daemon = True
+                self._timer.start()
+        return self._part
+
+    def _age_out(self, part: PartWriter) -> None:
+        with self._lock:
+            if part is self._part and not self._closed:
+                self._roll()
+
+    def _roll(self) -> None:
+        """Hand the open part to the committing thread, so that write() goes on with the next one."""
+        part, self._part = self._part, None
+        if self._timer is not None:
+            self._timer.cancel()
+        if part is not None and (part.n_samples or part.holes):
+            self._finishing.append(self._finisher.submit(self._finish, part))
+
+    def _finish(self, part: PartWriter) -> None:
+        manifest = part.finish()
+        packed = pack_strings(part.ids)
+        _log.info("%s: committed part %s: %s", self.url, manifest.part, manifest.counts)
+        # Only appends, each atomic: this thread must not wait for the writer's lock, whose holder may wait for it.
+        self._durable.append(packed)
+
+    def _wait(self) -> None:
+        while self._finishing:
+            self._finishing[0].result()
+            self._finishing.pop(0)
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            remedy = "open another DatasetWriter: it goes on from what is committed"
+            error = WriterClosedError.at(
+                self.url, expected="an open writer", got="one that was closed or failed", remedy=remedy
+            )
+            raise error from self._failure
+        if os.getpid() != self._pid:
+            raise UsageError.at(self.url, expected="use in the process that opened it", got="another process (fork)")
+        with self._failing():
+            if self._part is not None:
+                self._part.check()
+            while self._finishing and self._finishing[0].done():
+                self._finishing[0].result()
+                self._finishing.pop(0)
+
+    def _failing(self) -> _Failing:
+        return _Failing(self)
+
+    def fail(self, error: BaseException) -> None:
+        """Close after an error that leaves the open part incomplete."""
+        self._failure = error
+        self.abort()
+
+    def _shutdown(self) -> None:
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        self._finisher.shutdown(wait=True)
+        self._pipeline.close()
+
+
+class _Failing:
+    """Closes the writer when its block raises."""
+
+    def __init__(self, writer: DatasetWriter) -> None:
+        self._writer = writer
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._writer.fail(error)
+
+
+def _choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise UsageError.at(name, expected=f"one of {', '.join(choices)}", got=repr(value))
+
+
+def _producer(given: Mapping[str, Any] | None, codec: str) -> dict[str, Any]:
+    """Return what the parts of this run say about it: the caller's members, and ours."""
+    producer = {
+        "codec": codec,
+        "host": platform.node(),
+        "library": f"hsfmt {hsfmt.__version__}",
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        **(given or {}),
+    }
+    canonical.dumps(producer)
+    return producer
