@@ -6,6 +6,7 @@ Spec: rules JSON-1 to JSON-5. Numbers are integers within 64 bits, so that every
 from __future__ import annotations
 
 import json
+import math
 from typing import Any, NoReturn
 
 from hsfmt.errors import FormatError
@@ -29,7 +30,10 @@ def dumps(document: JSON) -> bytes:
 
 
 def dumps_metadata(document: JSON) -> bytes:
-    """Return the bytes of a sample's metadata object: as `dumps`, with finite floats allowed (kept as bytes, never re-encoded)."""
+    """Return the bytes of a sample's metadata object: as `dumps`, with finite floats allowed.
+
+    They are kept as bytes and never encoded again, so that no other language has to print floats alike.
+    """
     _check(document, "metadata", 0, integers_only=False)
     return _encode(document)
 
@@ -90,7 +94,7 @@ def _check(value: JSON, where: str, depth: int, *, integers_only: bool) -> None:
         if not -_INT_LIMIT <= value < _INT_LIMIT:
             raise FormatError.at(where, expected="integers of 64 bits", got=f"an integer of {value.bit_length()} bits")
     elif isinstance(value, float) and not integers_only:
-        if value != value or value in (float("inf"), float("-inf")):
+        if not math.isfinite(value):
             raise FormatError.at(where, expected="finite numbers", got=repr(value))
     elif isinstance(value, dict):
         for key, member in value.items():

@@ -1,6 +1,7 @@
 """The committed set: creating a dataset, listing its parts, loading manifests and indexes with their checks.
 
-Spec: rules LAY-2, HDR-9, MAN-1, MAN-3, MAN-8, SNAP-9. One listing of `hsfmt/manifests/` is the whole truth; there is no lock.
+Spec: rules LAY-2, HDR-9, MAN-1, MAN-3, MAN-8, SNAP-9. One listing of `hsfmt/manifests/` is the whole truth; there is
+no lock.
 """
 
 from __future__ import annotations

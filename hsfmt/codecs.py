@@ -1,7 +1,7 @@
 """The closed set of codecs: how a chunk becomes its payload and back.
 
-Spec: rules COD-1 to COD-5. Whatever the codec, the stored chunk is payload + crc32c; the chunk table's digest covers the
-payload alone.
+Spec: rules COD-1 to COD-5. Whatever the codec, the stored chunk is payload + crc32c; the chunk table's digest covers
+the payload alone.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def zarr_codecs(codec: str, itemsize: int) -> list[dict[str, Any]]:
 
 def encode(codec: str, chunk: npt.NDArray[np.generic]) -> bytes | memoryview:
     """Return the payload of a C-contiguous chunk of little-endian patterns."""
-    raw = memoryview(chunk.reshape(-1).view(np.uint8)).cast("B")
+    raw = chunk.reshape(-1).view(np.uint8).data
     if codec == "none":
         return raw
     itemsize = chunk.dtype.itemsize

@@ -209,7 +209,7 @@ def state_chunk_rows(hidden_size: int, itemsize: int) -> int:
     row = hidden_size * itemsize
     step = math.lcm(row, _BLOCK) // row
     whole = range(step * -(-_MIB // (step * row)), 4 * _MIB // row + 1, step)
-    if len(whole):
+    if whole:
         return min(whole, key=lambda rows: (abs(rows - 256), rows))
     powers = [1 << k for k in range(23) if (1 << k) * row <= MAX_CHUNK_NBYTES] or [1]
     return min(powers, key=lambda rows: abs(rows * row - 3 * _MIB))

@@ -1,6 +1,7 @@
 """The closed set of element types, and the NumPy integers that carry their bit patterns.
 
-Spec: rule DT-1. bfloat16 and float8_e4m3fn have no native NumPy type; inside the package they travel as unsigned integers.
+Spec: rule DT-1. bfloat16 and float8_e4m3fn have no native NumPy type; inside the package they travel as unsigned
+integers.
 """
 
 from __future__ import annotations

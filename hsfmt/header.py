@@ -124,16 +124,16 @@ def validate_header(document: Any, where: str) -> list[Problem]:
         return [Problem(where, "an object", type(document).__name__)]
     problems: list[Problem] = []
 
-    def expect(ok: bool, key: str, expected: str) -> None:
+    def expect(ok: bool, key: str, expected: str) -> None:  # noqa: FBT001  reads as a sentence
         if not ok:
             problems.append(Problem(f"{where}: {key}", expected, repr(document.get(key, "nothing"))[:100]))
 
-    layers = document.get("layers")
+    layers: Any = document.get("layers")
     good = isinstance(layers, list) and 0 < len(layers) <= MAX_LAYERS and all(_is_int(i) and i >= 0 for i in layers)
     expect(
         good and layers == sorted(set(layers)), "layers", "strictly ascending HF hidden_states indices (0 = embeddings)"
     )
-    size = document.get("hidden_size")
+    size: Any = document.get("hidden_size")
     expect(_is_int(size) and 0 < size <= MAX_HIDDEN_SIZE, "hidden_size", f"an integer from 1 to {MAX_HIDDEN_SIZE}")
     expect(document.get("final_norm") in NORMS, "final_norm", "pre, post or unknown")
     expect(document.get("dtype") in STATE_DTYPES, "dtype", f"one of {', '.join(STATE_DTYPES)}")

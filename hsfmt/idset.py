@@ -5,7 +5,8 @@ An id is kept as xxh3_128; at ten million ids the chance that any two collide is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator
+from collections.abc import Set as AbstractSet
 
 import numpy as np
 import numpy.typing as npt
@@ -65,7 +66,7 @@ def _words(keys: npt.NDArray[np.void]) -> npt.NDArray[np.uint64]:
     return keys.view(">u8").reshape(-1, 2)
 
 
-class CommittedIds(Set[str]):
+class CommittedIds(AbstractSet[str]):
     """Set-like view of the ids in committed parts: for a producer that skips what is there already.
 
     Membership and length are answered from 16 bytes an id; iteration reads the part indexes again, one at a time.

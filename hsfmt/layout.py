@@ -22,7 +22,7 @@ PART_PATTERN = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
 
 
 def new_part_name(now: datetime | None = None) -> str:
-    """Return an opaque part name: start time and 64 random bits; lower case, so that no file system folds two into one."""
+    """Return an opaque part name: start time and 64 random bits, in lower case, which no file system folds."""
     start = (now or datetime.now(UTC)).strftime("%Y%m%dt%H%M%Sz")
     return f"{start}-{secrets.token_hex(8)}"
 

@@ -187,7 +187,9 @@ def _build(document: dict[str, Any], part: str, header: Header, where: str) -> P
     return PartManifest(
         part=part,
         header=header,
-        columns={name: parse_column(name, entry, f"{where}: columns.{name}") for name, entry in document["columns"].items()},
+        columns={
+            name: parse_column(name, entry, f"{where}: columns.{name}") for name, entry in document["columns"].items()
+        },
         files=files,
         counts=Counts(**{key: _count(value) for key, value in document["counts"].items()}),
         holes={str(entry["id"]): str(entry["reason"]) for entry in document["holes"]},
@@ -211,7 +213,7 @@ def _count(value: object) -> int:
 def _problems(manifest: PartManifest, document: dict[str, Any], where: str) -> list[Problem]:
     problems = []
 
-    def expect(ok: bool, member: str, expected: str, got: object) -> None:
+    def expect(ok: bool, member: str, expected: str, got: object) -> None:  # noqa: FBT001  reads as a sentence
         if not ok:
             problems.append(Problem(f"{where}: {member}", expected, repr(got)[:300]))
 

@@ -1,6 +1,7 @@
 """Snapshots: an immutable, content-named, ordered list of (part, row); and the pointer to the current one.
 
-Spec: rules SNAP-1 to SNAP-10. The fingerprint is the digest of index.safetensors, which names everything else by digest.
+Spec: rules SNAP-1 to SNAP-10. The fingerprint is the digest of index.safetensors, which names everything else by
+digest.
 """
 
 from __future__ import annotations

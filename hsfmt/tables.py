@@ -22,10 +22,15 @@ MAX_TABLE_NBYTES = 1 << 30
 _MAX_HEADER_NBYTES = 64 << 20
 _METADATA = "__metadata__"
 _KEY = "hsfmt"
-_DTYPES = {"I32": np.dtype("<i4"), "I64": np.dtype("<i8"), "U64": np.dtype("<u8"), "U8": np.dtype("u1")}
+_DTYPES: dict[str, np.dtype[Any]] = {
+    "I32": np.dtype("<i4"),
+    "I64": np.dtype("<i8"),
+    "U64": np.dtype("<u8"),
+    "U8": np.dtype("u1"),
+}
 _NAMES = {value: key for key, value in _DTYPES.items()}
 
-Array = npt.NDArray[np.generic]
+Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +62,7 @@ def serialize(arrays: Mapping[str, Array], metadata: dict[str, Any]) -> bytes:
             "shape": list(array.shape),
             "data_offsets": [offset, offset + array.nbytes],
         }
-        blobs.append(memoryview(array.reshape(-1).view(np.uint8)))
+        blobs.append(array.reshape(-1).view(np.uint8).data)
         offset += array.nbytes
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)

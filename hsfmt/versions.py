@@ -1,7 +1,7 @@
 """Format versions: what this library writes, reads and may append to.
 
-Spec: rules VER-1 to VER-4. A document says from which format version on a library can read it (`readable_from`) and append
-beside it (`writable_from`); both are format versions, not library versions.
+Spec: rules VER-1 to VER-4. A document says from which format version on a library can read it (`readable_from`) and
+append beside it (`writable_from`); both are format versions, not library versions.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def _dimension_names(column: Column) -> list[str | None]:
 
 
 def shard_index(column: Column, shard: int, chunks: npt.NDArray[np.uint64]) -> bytes:
-    """Return the index that ends a shard: offset and nbytes (crc included) of each inner chunk, and a crc32c (rule LAY-8).
+    """Return the index that ends a shard: offset and nbytes of each inner chunk, and a crc32c (rule LAY-8).
 
     Parameters
     ----------

@@ -26,7 +26,7 @@ from hsfmt.errors import DuplicateSampleError, NonFiniteError, SampleError, Usag
 from hsfmt.header import Header, Identity, make_header
 from hsfmt.idset import CommittedIds, IdSet
 from hsfmt.sealing import seal as seal_dataset
-from hsfmt.storage import Store, open_store
+from hsfmt.storage import open_store
 from hsfmt.tables import pack_strings
 from hsfmt.writers.column_writer import GridOptions
 from hsfmt.writers.extras import Extra, extra_values, parse_extras
@@ -44,15 +44,16 @@ _Packed = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]
 class DatasetWriter:
     """Appends samples to a dataset, creating it if need be.
 
-    Any number of writers, processes and hosts may write to one dataset at once, without a lock: each makes parts of its
-    own. One writer is used from one process; its methods may be called from several threads.
+    Any number of writers, processes and hosts may write to one dataset at once, without a lock: each makes parts of
+    its own. One writer is used from one process; its methods may be called from several threads.
 
     Parameters
     ----------
     url
         Folder or fsspec URL of the dataset.
     layers
-        HF `hidden_states` indices of the layer axis, strictly ascending (0: embeddings, k: output of decoder layer k-1).
+        HF `hidden_states` indices of the layer axis, strictly ascending (0: embeddings, k: output of decoder
+        layer k-1).
     hidden_size
         Elements of a state.
     final_norm
@@ -131,9 +132,14 @@ class DatasetWriter:
             scaling = scaling or {"column": "hidden_states_scale", "rule": "bfloat16_product"}
             declared.setdefault(scaling["column"], Extra("token", "float32"))
         wanted = make_header(
-            layers=layers, hidden_size=hidden_size, final_norm=final_norm, dtype=dtype, model=model, tokenizer=tokenizer,
+            layers=layers,
+            hidden_size=hidden_size,
+            final_norm=final_norm,
+            dtype=dtype,
+            model=model,
+            tokenizer=tokenizer,
             scaling=scaling,
-        )  # fmt: skip
+        )
         grid = GridOptions(chunk_tokens, shard_tokens)
         self._store = open_store(url, storage_options)
         self._header = ensure_dataset(self._store, wanted)
@@ -221,7 +227,7 @@ class DatasetWriter:
                 if self._on_duplicate == "skip":
                     return False
                 raise DuplicateSampleError.at(
-                    f"sample {sample_id!r}", expected="a new id", got="one that is in the dataset or in this writer already",
+                    f"sample {sample_id!r}", expected="a new id", got="one that is in the dataset or this writer",
                     remedy='skip it (on_duplicate="skip") or give it another id',
                 )  # fmt: skip
             sample = make_sample(self._header, sample_id, input_ids, hidden_states, loss_mask, metadata)
@@ -249,13 +255,11 @@ class DatasetWriter:
         with self._lock:
             self._check_usable()
             check_id(sample_id)
-            if not isinstance(reason, str) or not reason:
-                raise SampleError.at(f"hole {sample_id!r}", expected="a reason", got=repr(reason)[:100])
+            _check_reason(sample_id, reason)
             if sample_id in self._pending:
                 raise SampleError.at(
                     f"hole {sample_id!r}", expected="an id that was not written", got="a written sample"
                 )
-            canonical.dumps(reason)
             self._open_part().holes[sample_id] = reason
 
     def commit(self) -> list[str]:
@@ -435,6 +439,12 @@ class _Failing:
 def _choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise UsageError.at(name, expected=f"one of {', '.join(choices)}", got=repr(value))
+
+
+def _check_reason(sample_id: str, reason: object) -> None:
+    if not isinstance(reason, str) or not reason:
+        raise SampleError.at(f"hole {sample_id!r}", expected="a reason", got=repr(reason)[:100])
+    canonical.dumps(reason)  # refuses lone surrogates
 
 
 def _producer(given: Mapping[str, Any] | None, codec: str) -> dict[str, Any]:

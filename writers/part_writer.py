@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -77,10 +78,10 @@ class PartWriter:
         }
         self._columns = {
             name: ColumnWriter(
-                plan_column(name, kind, dtype_name, shape, settings.codec, settings.grid), store, part, pipeline, self._output
+                plan_column(name, *plan, settings.codec, settings.grid), store, part, pipeline, self._output
             )
-            for name, (kind, dtype_name, shape) in plans.items()
-        }  # fmt: skip
+            for name, plan in plans.items()
+        }
 
     @property
     def n_samples(self) -> int:
@@ -236,5 +237,5 @@ def _digests(values: list[bytes]) -> npt.NDArray[np.uint8]:
 def iter_ids(packed: tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]) -> Iterator[str]:
     """Yield the ids of packed byte strings."""
     data, offsets = packed
-    for start, stop in zip(offsets[:-1], offsets[1:], strict=True):
+    for start, stop in pairwise(offsets):
         yield data[start:stop].tobytes().decode()

@@ -30,7 +30,7 @@ def encode_chunk(codec: str, chunk: npt.NDArray[np.generic]) -> Encoded:
 
 
 class ByteBudget:
-    """A bound on bytes in flight. One request above the bound is let through alone, so that nothing can block for ever."""
+    """A bound on bytes in flight; one request above it is let through alone, so that nothing blocks for ever."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit

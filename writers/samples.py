@@ -1,4 +1,4 @@
-"""From what a caller has (torch or NumPy) to checked arrays of little-endian bit patterns, without copies where possible.
+"""From what a caller has (torch or NumPy) to checked arrays of little-endian bit patterns, copying where it must.
 
 Spec: rules SMP-1 to SMP-7. torch is never imported here: a tensor brings its own methods.
 """
@@ -123,7 +123,7 @@ def check_id(sample_id: object) -> str:
 
 
 def scan(sample: Sample, header: Header, *, count_nonfinite: bool) -> tuple[bytes, int]:
-    """Return (content digest, number of NaN and Inf values) in one pass over the states; 0 when they are not counted."""
+    """Return (content digest, number of NaN and Inf values) in one pass; 0 when they are not counted."""
     element = dtype(header.dtype)
     hasher = SampleHasher(header.dtype, sample.n_tokens, header.n_layers, header.hidden_size)
     hasher.tokens(sample.input_ids, sample.loss_mask)
@@ -150,8 +150,8 @@ def patterns(value: Any, element: DType, where: str) -> Array:
     Raises
     ------
     SampleError
-        Its dtype is not `element`. NumPy has no bfloat16 and float8 of its own: ml_dtypes arrays are taken, and unsigned
-        integers of that width as patterns.
+        Its dtype is not `element`. NumPy has no bfloat16 and float8 of its own: ml_dtypes arrays are taken, and
+        unsigned integers of that width as patterns.
     """
     if _is_tensor(value):
         return _tensor_patterns(value, element, where)

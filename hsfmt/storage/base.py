@@ -71,6 +71,12 @@ def _path_problem(path: str) -> str:
     return f"{nbytes} bytes" if nbytes > _MAX_PATH_NBYTES else ""
 
 
+def flat_view(data: BytesLike) -> memoryview:
+    """Return the bytes of a contiguous buffer, without a copy; also of one with a zero in its shape."""
+    view = memoryview(data)
+    return view.cast("B") if view.nbytes else memoryview(b"")
+
+
 class ObjectWriter(ABC):
     """An object being streamed; nobody else sees it under its name before `commit()` (locally and on object stores).
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 
 from hsfmt.errors import CorruptionError, FormatError, HsfmtError, NotFoundError, StorageError
-from hsfmt.storage.base import BytesLike, ObjectWriter, Store, check_path, check_prefix
+from hsfmt.storage.base import BytesLike, ObjectWriter, Store, check_path, check_prefix, flat_view
 
 _NO_HARD_LINKS = frozenset({errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK})
 _ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR})
@@ -86,7 +86,7 @@ class LocalStore(Store):
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         with os_errors_typed(path), _opened(self.local_path(path), path) as (fd, _):
-            _fill(fd, offset, buffer.cast("B"), path)
+            _fill(fd, offset, flat_view(buffer), path)
 
     def size(self, path: str) -> int | None:
         try:
@@ -250,7 +250,7 @@ def _open_new(path: str) -> int:
 
 
 def _write_all(fd: int, data: BytesLike) -> int:
-    view = memoryview(data).cast("B")
+    view = flat_view(data)
     done = 0
     while done < len(view):
         done += os.write(fd, view[done:])

@@ -12,7 +12,7 @@ import fsspec
 from fsspec.core import url_to_fs
 
 from hsfmt.errors import CorruptionError, HsfmtError, NotFoundError, StorageError, UsageError
-from hsfmt.storage.base import BytesLike, ObjectWriter, Store, check_path, check_prefix
+from hsfmt.storage.base import BytesLike, ObjectWriter, Store, check_path, check_prefix, flat_view
 from hsfmt.storage.failures import ShortBodyError, attempt, is_transient, typed_failure
 
 
@@ -61,7 +61,7 @@ class RemoteStore(Store):
         return data
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
-        view = buffer.cast("B")
+        view = flat_view(buffer)
         if len(view):
             view[:] = self.read_ranges([(path, offset, len(view))])[0]
 
@@ -257,7 +257,7 @@ class _RemoteObjectWriter(ObjectWriter):
         self._file: IO[bytes] | None = file
 
     def write(self, data: BytesLike) -> None:
-        view = memoryview(data).cast("B")
+        view = flat_view(data)
         try:
             self._open_file().write(view)
         except HsfmtError:

@@ -1,0 +1,101 @@
+# One command equals CI: `make test`. Needs make, and a Python >= 3.11 with venv and pip; everything else it installs.
+
+# The first that really runs: a pyenv shim is on PATH without the Python behind it.
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; do \
+	$$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+# A newer Python than the one above, where newer releases of zarr and numcodecs exist; tested without torch.
+NEWER_PYTHON ?= $(shell for p in python3.12 python3.13 $(wildcard $(HOME)/.pyenv/versions/3.1[23]*/bin/python); do \
+	$$p -c 'import venv, ensurepip' 2>/dev/null && echo $$p && break; done)
+
+BIN := .venv/bin
+BIN_NEWER := .venv312/bin
+PYTEST_ARGS ?= -n 2 --dist worksteal
+INSTALL := pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.DELETE_ON_ERROR:
+.PHONY: help venv test check pytest lint format typecheck contracts demo bench test-py312 clean
+
+help:
+	@echo 'make demo        convert real files, seal, verify, read, and train a few steps on them'
+	@echo 'make test        lint, types, import contracts and every test: what CI runs'
+	@echo 'make lint        ruff: rules and format'
+	@echo 'make format      let ruff put the files right'
+	@echo 'make typecheck   mypy --strict on the tree as installed'
+	@echo 'make contracts   import contracts on the tree as installed'
+	@echo 'make pytest      the tests alone; PYTEST_ARGS="-k name" for some of them'
+	@echo 'make test-py312  the tests that need no torch, on Python 3.12 or 3.13'
+	@echo 'make bench       this reader beside raw reads, safetensors, torch, zarr and tensorstore'
+	@echo 'make venv        only the environment, in .venv'
+
+# --- environments ----------------------------------------------------------------------------------------------------
+
+venv: .venv/.installed
+
+.venv/.installed: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo 'make: no Python >= 3.11 with venv and pip found; name one: make PYTHON=/path/to/python' >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m $(INSTALL) setuptools
+	$(BIN)/python -m $(INSTALL) --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+.venv312/.installed: pyproject.toml constraints.txt
+	test -x $(BIN_NEWER)/python || $(NEWER_PYTHON) -m venv .venv312
+	$(BIN_NEWER)/python -m $(INSTALL) setuptools
+	$(BIN_NEWER)/python -m $(INSTALL) --no-build-isolation --editable '.[test]'
+	@touch $@
+
+# The tree as a wheel would install it: neither mypy nor import-linter follows setuptools' package-dir. build/lib is
+# removed since setuptools would pack modules from it that are gone.
+.PHONY: build/typecheck
+build/typecheck: venv
+	@rm -rf build
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --target $@ .
+
+# --- checks ----------------------------------------------------------------------------------------------------------
+
+# In this order, cheap first, whatever -j says.
+test:
+	@$(MAKE) --no-print-directory check
+	@$(MAKE) --no-print-directory pytest
+
+check:
+	@$(MAKE) --no-print-directory lint
+	@$(MAKE) --no-print-directory typecheck
+	@$(MAKE) --no-print-directory contracts
+
+pytest: venv
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: venv
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+format: venv
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+typecheck: build/typecheck
+	cd build/typecheck && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p hsfmt
+
+contracts: build/typecheck
+	cd build/typecheck && ../../$(BIN)/lint-imports --no-logo --cache-dir ../../.import_linter_cache ../../pyproject.toml
+
+test-py312:
+ifeq ($(NEWER_PYTHON),)
+	@echo 'make test-py312: NOT RUN, no Python 3.12 or 3.13 found; name one: make test-py312 NEWER_PYTHON=/path/to/python'
+else
+	@$(MAKE) --no-print-directory .venv312/.installed
+	@$(BIN_NEWER)/python -c 'import sys, zarr, numcodecs; print("Python", sys.version.split()[0], "zarr", zarr.__version__, "numcodecs", numcodecs.__version__)'
+	$(BIN_NEWER)/python -m pytest $(PYTEST_ARGS) -m 'not torch'
+endif
+
+# --- what it does ----------------------------------------------------------------------------------------------------
+
+demo: venv
+	$(BIN)/python demo/demo.py
+
+bench: venv
+	$(BIN)/python bench/read_peers.py
+
+clean:
+	rm -rf build dist demo-output .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

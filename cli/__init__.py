@@ -1,0 +1,1 @@
+"""The command line: `hsfmt convert`, `verify`, `info`, `ls`, `seal`, `cat`."""

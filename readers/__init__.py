@@ -1,0 +1,1 @@
+"""Reading: HiddenStateDataset, trainer views, verification and foreign source formats."""

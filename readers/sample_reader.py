@@ -1,0 +1,415 @@
+"""Samples of a snapshot as NumPy arrays: the reader under every view. No torch here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hsfmt import canonical, digests
+from hsfmt.columns import CORE_COLUMNS, IDS, MASK, STATES
+from hsfmt.dtypes import dtype
+from hsfmt.errors import CorruptionError, SampleNotFoundError, UsageError
+from hsfmt.header import Header
+from hsfmt.layout import index_path
+from hsfmt.readers.batch import ReadBatch, Rows
+from hsfmt.readers.chunk_cache import ChunkCache
+from hsfmt.readers.fetch import Fetcher
+from hsfmt.readers.open_snapshot import SampleIds, choose_snapshot, sample_number
+from hsfmt.readers.part_cache import OpenPart, PartCache
+from hsfmt.snapshot import Snapshot
+from hsfmt.storage import Store, open_store
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOptions:
+    """How a reader works, whatever it reads.
+
+    Attributes
+    ----------
+    unsafe_skip_checks
+        Do not compare chunks with their digests. For benchmarks only.
+    n_threads
+        Threads that fetch and decode; None: up to 4, and 1 in a worker process.
+    part_cache_nbytes, chunk_cache_nbytes
+        Memory for indexes of parts, and for decoded chunks of narrow columns.
+    """
+
+    unsafe_skip_checks: bool = False
+    n_threads: int | None = None
+    part_cache_nbytes: int = 512 << 20
+    chunk_cache_nbytes: int = 32 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRequest:
+    """Tokens [start, stop) of sample `index`, the states into `out` if it is given ([token, layer, hidden])."""
+
+    index: int
+    start: int | None = None
+    stop: int | None = None
+    out: Array | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SampleArrays:
+    """A sample, or a window of its tokens. The arrays belong to the caller.
+
+    Attributes
+    ----------
+    sample_id
+        Its id.
+    input_ids
+        int64 [token].
+    loss_mask
+        bool [token].
+    hidden_states
+        [token, layer, hidden], bit patterns in the storage dtype: uint16 for bfloat16, uint8 for float8_e4m3fn.
+    extras
+        By column name, in storage dtypes: [token, ...], [...] or [row, ...] by the column's kind; None is a null.
+    meta
+        The metadata object as stored.
+    """
+
+    sample_id: str
+    input_ids: npt.NDArray[np.int64]
+    loss_mask: npt.NDArray[np.bool_]
+    hidden_states: Array
+    extras: Mapping[str, Array | None] = field(default_factory=dict)
+    meta: bytes = b"{}"
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """The metadata object."""
+        document: dict[str, Any] = canonical.loads(self.meta, f"metadata of {self.sample_id}", metadata=True)
+        return document
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A sample whose bytes are on the way."""
+
+    sample_id: str
+    meta: bytes
+    states: Array
+    ids: Rows
+    mask: Rows
+    extras: dict[str, Rows | None]
+
+
+class SampleReader:
+    """Reads the samples of one snapshot; opening reads two files, whatever the number of parts.
+
+    Picklable and usable after a fork: caches, files and threads are made in each process on first use.
+
+    Parameters
+    ----------
+    url
+        The dataset, or its store.
+    snapshot
+        None: the sealed one; "live": all that is committed now; or a fingerprint.
+    options
+        How to read.
+    storage_options
+        For fsspec URLs.
+
+    Raises
+    ------
+    NotFoundError
+        No dataset, or never sealed, or no such snapshot.
+    CorruptionError
+        The snapshot's bytes are not those that were written.
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str] | Store,
+        *,
+        snapshot: str | None = None,
+        options: ReadOptions | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.store = url if isinstance(url, Store) else open_store(url, storage_options)
+        self.options = options or ReadOptions()
+        self._choice, loaded = choose_snapshot(self.store, snapshot)
+        self._prepare(loaded)
+
+    def _prepare(self, snapshot: Snapshot) -> None:
+        self.snapshot = snapshot
+        self.parts = PartCache(self.store, snapshot, self.options.part_cache_nbytes)
+        self._chunks = ChunkCache(self.options.chunk_cache_nbytes)
+        check = not self.options.unsafe_skip_checks
+        self._fetcher = Fetcher(self.store, check=check, n_threads=self.options.n_threads)
+        self._lengths: npt.NDArray[np.int64] | None = None
+        self._ids: SampleIds | None = None
+        self._by_hash: npt.NDArray[np.int64] | None = None
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self.store, self.options, self._choice
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.store, self.options, self._choice = state
+
+    def __getattr__(self, name: str) -> Any:
+        # Only what a copy out of a pickle still lacks comes here: it loads the snapshot when it is first used.
+        if name.startswith("__") or "_choice" not in self.__dict__ or "snapshot" in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        self._prepare(self._choice.load(self.store))
+        return getattr(self, name)
+
+    def __len__(self) -> int:
+        return self.snapshot.n_samples
+
+    @property
+    def header(self) -> Header:
+        """What the data means."""
+        return self.snapshot.header
+
+    @property
+    def fingerprint(self) -> str:
+        """The snapshot's name and digest."""
+        return self._choice.fingerprint
+
+    @property
+    def content_digest(self) -> str:
+        """Digest of the (id, content) pairs, whatever their order, parts and codecs."""
+        return self.snapshot.content_digest
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """Tokens of each sample, int64 [sample], read-only."""
+        if self._lengths is None:
+            lengths = self.snapshot.n_tokens.astype(np.int64)
+            lengths.flags.writeable = False
+            self._lengths = lengths
+        return self._lengths
+
+    @property
+    def sample_ids(self) -> SampleIds:
+        """The ids in order; the first use reads one file."""
+        if self._ids is None:
+            self._ids = SampleIds(self._choice.load_ids(self.store, self.snapshot))
+        return self._ids
+
+    def index_of(self, sample_id: str) -> int:
+        """Return the number of the sample with that id.
+
+        Raises
+        ------
+        SampleNotFoundError
+            There is none in this snapshot.
+        """
+        if isinstance(sample_id, str):
+            hashes = self.snapshot.id_hash
+            if self._by_hash is None:
+                self._by_hash = np.argsort(hashes, kind="stable")
+            wanted = np.uint64(digests.id_hash(sample_id.encode("utf-8", "surrogatepass")))
+            at = int(np.searchsorted(hashes, wanted, sorter=self._by_hash))
+            for number in self._by_hash[at:]:
+                if hashes[number] != wanted:
+                    break
+                if self.sample_ids[int(number)] == sample_id:
+                    return int(number)
+        remedy = "`hsfmt ls` lists the ids; retracted samples and holes are not served"
+        got = repr(sample_id)[:200]
+        raise SampleNotFoundError.at(self.fingerprint, expected="an id of this snapshot", got=got, remedy=remedy)
+
+    def read(
+        self,
+        index: int,
+        start: int | None = None,
+        stop: int | None = None,
+        layers: Sequence[int] | None = None,
+        out: Array | None = None,
+    ) -> SampleArrays:
+        """Return a sample, or its tokens [start, stop).
+
+        Parameters
+        ----------
+        index
+            Number of the sample; negative ones count from the end.
+        start, stop
+            Tokens, 0 <= start <= stop <= length; None: from the first, to the last.
+        layers
+            HF ids, a subset of the header's in ascending order; None: all.
+        out
+            Takes the states: [token, layer, hidden] of the storage dtype's size, any strides.
+
+        Raises
+        ------
+        IndexError
+            There is no such sample.
+        UsageError
+            A window, layer or `out` that does not fit.
+        CorruptionError, NotFoundError, StorageError
+            It can't be read as it was committed.
+        """
+        return self.read_requests([SampleRequest(index, start, stop, out)], layers=layers)[0]
+
+    def read_many(self, indices: Iterable[int], layers: Sequence[int] | None = None) -> list[SampleArrays]:
+        """Return whole samples, read by one plan; raises as `read`."""
+        return self.read_requests([SampleRequest(index) for index in indices], layers=layers)
+
+    def read_requests(
+        self,
+        requests: Sequence[SampleRequest],
+        *,
+        layers: Sequence[int] | None = None,
+        extras: Sequence[str] | None = None,
+    ) -> list[SampleArrays]:
+        """Return what is asked for, read by one plan.
+
+        Parameters
+        ----------
+        requests
+            Samples and windows; the same one may come twice.
+        layers
+            As in `read`.
+        extras
+            Names of the extra columns wanted; None: all.
+
+        Raises
+        ------
+        IndexError, UsageError, CorruptionError, NotFoundError, StorageError
+            As `read`.
+        """
+        planes = layer_planes(self.header, layers)
+        batch = ReadBatch(self._fetcher, self._chunks)
+        pending = [self._ask(batch, number, request, planes, extras) for number, request in enumerate(requests)]
+
+        def naming(owners: Iterable[int]) -> tuple[str, ...]:
+            return tuple(dict.fromkeys(pending[owner].sample_id for owner in owners))
+
+        batch.execute(naming)
+        return [_finished(sample) for sample in pending]
+
+    def locate(self, index: int) -> tuple[OpenPart, int]:
+        """Return (part, row) of a sample, compared with what the snapshot says of it.
+
+        Raises
+        ------
+        IndexError, CorruptionError, NotFoundError
+            No such sample; its part is missing or another.
+        """
+        number = sample_number(index, len(self))
+        snapshot = self.snapshot
+        part = self.parts.get(int(snapshot.part[number]))
+        row = int(snapshot.row[number])
+        offsets = part.index.token_offsets
+        if 0 <= row < part.index.n_samples:
+            same = int(offsets[row + 1] - offsets[row]) == snapshot.n_tokens[number]
+            if same and digests.id_hash(part.index.id_bytes(row)) == snapshot.id_hash[number]:
+                return part, row
+        expected = f"sample {number} of snapshot {self.fingerprint} in row {row}"
+        raise CorruptionError.at(index_path(part.name), expected=expected, got="another sample")
+
+    def close(self) -> None:
+        """Close the files that are open; reading goes on to work."""
+        self._fetcher.close()
+
+    def _ask(
+        self,
+        batch: ReadBatch,
+        number: int,
+        request: SampleRequest,
+        planes: Sequence[int],
+        extras: Sequence[str] | None,
+    ) -> _Pending:
+        part, row = self.locate(request.index)
+        index, columns = part.index, part.columns
+        first, end = int(index.token_offsets[row]), int(index.token_offsets[row + 1])
+        start, stop = _window(request, end - first)
+        rows = (first + start, first + stop)
+        states = _destination(request.out, (stop - start, len(planes), self.header.hidden_size), self.header.dtype)
+        batch.own(batch.into(part, columns[STATES], rows, planes, states), number)
+        asked: dict[str, Rows | None] = {}
+        for name in _extra_names(part, extras):
+            column = columns[name]
+            spans = {"token": lambda: rows, "sample": lambda: (row, row + 1)}
+            span = spans.get(column.kind, lambda name=name: tuple(map(int, index.offsets[name][row : row + 2])))()
+            asked[name] = batch.rows(part, column, span, number) if index.valid[name][row] else None
+        return _Pending(
+            sample_id=index.sample_id(row),
+            meta=index.meta_bytes(row),
+            states=states,
+            ids=batch.rows(part, columns[IDS], rows, number),
+            mask=batch.rows(part, columns[MASK], rows, number),
+            extras=asked,
+        )
+
+
+def layer_planes(header: Header, layers: Sequence[int] | None) -> list[int]:
+    """Return the positions on the layer axis of HF layer ids.
+
+    Raises
+    ------
+    UsageError
+        An id that is not stored, or another order than ascending.
+    """
+    if layers is None:
+        return list(range(header.n_layers))
+    wanted = [int(layer) for layer in layers]
+    missing = [layer for layer in wanted if layer not in header.layers]
+    if missing or not wanted or wanted != sorted(set(wanted)):
+        expected = f"HF ids in ascending order out of {list(header.layers)}"
+        remedy = "" if missing else "stored states come in the order of the layers: reorder the tensor yourself"
+        raise UsageError.at("layers", expected=expected, got=str(wanted)[:200], remedy=remedy)
+    return [header.layers.index(layer) for layer in wanted]
+
+
+def _window(request: SampleRequest, length: int) -> tuple[int, int]:
+    start = 0 if request.start is None else int(request.start)
+    stop = length if request.stop is None else int(request.stop)
+    if not 0 <= start <= stop <= length:
+        got = f"[{start}, {stop})"
+        raise UsageError.at(f"tokens of sample {request.index}", expected=f"a window within [0, {length})", got=got)
+    return start, stop
+
+
+def _destination(out: Array | None, shape: tuple[int, int, int], name: str) -> Array:
+    storage = dtype(name).storage
+    if out is None:
+        return np.empty(shape, storage)
+    if out.shape != shape or out.dtype.itemsize != storage.itemsize or not out.flags.writeable:
+        got = f"{out.dtype} {out.shape}{'' if out.flags.writeable else ', read-only'}"
+        raise UsageError.at("out", expected=f"a writable array {shape} that holds {name}", got=got)
+    return out.view(storage)
+
+
+def _extra_names(part: OpenPart, wanted: Sequence[str] | None) -> list[str]:
+    stored = sorted(name for name in part.columns if name not in CORE_COLUMNS)
+    if wanted is None:
+        return stored
+    missing = [name for name in wanted if name not in stored]
+    if missing:
+        expected = f"columns of part {part.name}: {', '.join(stored) or 'it has no extra ones'}"
+        raise UsageError.at("extras", expected=expected, got=", ".join(missing))
+    return list(wanted)
+
+
+def _finished(sample: _Pending) -> SampleArrays:
+    mask = sample.mask.array()
+    if np.any(mask > 1):
+        where = f"loss_mask of {sample.sample_id}"
+        raise CorruptionError.at(where, expected="0 or 1", got=str(int(mask.max())), samples=(sample.sample_id,))
+    return SampleArrays(
+        sample_id=sample.sample_id,
+        input_ids=sample.ids.array().astype(np.int64, copy=False),
+        loss_mask=mask.view(np.bool_),
+        hidden_states=sample.states,
+        extras={name: None if rows is None else _value(rows) for name, rows in sample.extras.items()},
+        meta=sample.meta,
+    )
+
+
+def _value(rows: Rows) -> Array:
+    array = rows.array()
+    if rows.column.dtype_name == "bool":
+        array = array.view(np.bool_)
+    return array[0] if rows.column.kind == "sample" else array

@@ -1,0 +1,233 @@
+"""One sample as programs save it with torch.save: a dict of tensors, and which key of it holds what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from hsfmt import canonical
+from hsfmt.errors import FormatError, SourceError, UsageError
+from hsfmt.readers.sources import columns
+from hsfmt.readers.sources.base import SourceSample
+from hsfmt.readers.sources.torch_file import load_torch_file
+from hsfmt.readers.sources.torch_states import (
+    batched,
+    check_tensor,
+    is_tensor,
+    row_values,
+    split_layers,
+    stack_layers,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
+    from hsfmt.readers.sources.options import KeyMap
+
+_METADATA_NBYTES = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What a file of `nbytes` bytes holds: `entries` without the keys of None values, which are in `none_keys`."""
+
+    where: str
+    entries: dict[str, Any]
+    none_keys: tuple[str, ...]
+    nbytes: int
+
+    def at(self, key: str) -> str:
+        """Where an entry is, for messages."""
+        return f"{self.where}[{key}]"
+
+    def entry(self, key: str) -> Any:
+        """The entry of a key.
+
+        Raises
+        ------
+        SourceError
+            There is none, or it is None.
+        """
+        if key not in self.entries:
+            got = "None" if key in self.none_keys else f"the keys {', '.join(sorted(self.entries))}"
+            raise SourceError.at(self.where, expected=f"an entry {key!r} as in the first readable file", got=got)
+        return self.entries[key]
+
+
+def load_record(path: Path, where: str) -> Record:
+    """Load a file that holds one sample: a dict, or a list of one dict.
+
+    Raises
+    ------
+    SourceError
+        As `load_torch_file`, or it holds something else.
+    OSError
+        The file can't be read.
+    """
+    value, nbytes = load_torch_file(path, where)
+    if isinstance(value, list | tuple) and len(value) == 1:
+        value = value[0]
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise SourceError.at(where, expected="a dict of one sample, with names as keys", got=_kind(value))
+    entries = {key: entry for key, entry in value.items() if entry is not None}
+    return Record(where, entries, tuple(key for key, entry in value.items() if entry is None), nbytes)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        kinds = ", ".join(sorted({type(item).__name__ for item in value}))
+        return f"a {type(value).__name__} of {len(value)} ({kinds or 'nothing'})"
+    if isinstance(value, dict):
+        return "a dict with keys that are no strings"
+    return f"a {type(value).__name__}"
+
+
+def resolve_roles(record: Record, key_map: KeyMap) -> KeyMap:
+    """Complete the user's map by the names that speak for themselves.
+
+    `hidden_states` alone holds all layers; beside `aux_hidden_states` it is the last one.
+
+    Raises
+    ------
+    SourceError
+        The record has no token ids, or no states, under these names.
+    """
+    keys = record.entries
+    input_ids = key_map.input_ids or next((key for key in ("input_ids", "token_ids") if key in keys), None)
+    if input_ids is None:
+        raise SourceError.at(
+            record.where,
+            expected="token ids under input_ids",
+            got=f"the keys {', '.join(sorted(keys)) or 'of an empty dict'}",
+            remedy="name them with --map input_ids=KEY, or move files that are no samples away",
+        )
+    roles = replace(key_map, input_ids=input_ids)
+    if key_map.loss_mask is None and "loss_mask" in keys and "loss_mask" not in key_map.ignore:
+        roles = replace(roles, loss_mask="loss_mask")
+    if roles.states:
+        return roles
+    if "hidden_states" in keys and "aux_hidden_states" in keys:
+        return replace(roles, aux="aux_hidden_states", last="hidden_states")
+    for key in ("hidden_states", "aux_hidden_states"):
+        if key in keys:
+            return replace(roles, hidden_states=key)
+    raise SourceError.at(
+        record.where,
+        expected="states under hidden_states, or under aux_hidden_states and hidden_states",
+        got=f"the keys {', '.join(sorted(keys))}",
+        remedy="name them: --map hidden_states=KEY (all layers), or --map aux=KEY,last=KEY",
+    )
+
+
+def token_ids(record: Record, roles: KeyMap) -> Any:
+    """Token ids of the record, int64 [token]."""
+    key = roles.input_ids or "input_ids"
+    return columns.token_ids(row_values(record.entry(key), record.at(key), record.nbytes), record.at(key))
+
+
+def state_blocks(
+    record: Record, roles: KeyMap, n_tokens: int, *, hidden_size: int | None, n_layers: int | None = None
+) -> list[torch.Tensor]:
+    """Views [token, layers, hidden] of the record's states, in file order with the last state last.
+
+    Parameters
+    ----------
+    hidden_size, n_layers
+        Width of a state and number of states, as far as they are known: rows [T, L*H] are split by them.
+
+    Raises
+    ------
+    SourceError
+        Shapes, lengths or widths that do not go together.
+    UsageError
+        Rows [T, W] without anything that says how wide one state is.
+    """
+    last: list[torch.Tensor] = []
+    if roles.last is not None:
+        last = split_layers(record.entry(roles.last), n_tokens, None, record.at(roles.last), record.nbytes)
+        shapes = [list(block.shape) for block in last]
+        if len(last) != 1 or last[0].shape[1] != 1 or hidden_size not in (None, last[0].shape[2]):
+            expected = f"one state a token of width {hidden_size or 'H'}"
+            raise SourceError.at(record.at(roles.last), expected=expected, got=f"{shapes} [token, layer, hidden]")
+        hidden_size = last[0].shape[2]
+    key = roles.hidden_states or roles.aux
+    if key is None:
+        return last
+    value = record.entry(key)
+    if hidden_size is None and is_tensor(value):
+        hidden_size = _hidden_size(record, key, n_tokens, n_layers)
+    return split_layers(value, n_tokens, hidden_size, record.at(key), record.nbytes) + last
+
+
+def _hidden_size(record: Record, key: str, n_tokens: int, n_layers: int | None) -> int | None:
+    rows = batched(check_tensor(record.entries[key], record.at(key), record.nbytes), n_tokens)
+    if rows.ndim != 2:
+        return None
+    if n_layers is not None and rows.shape[1] % n_layers == 0:
+        return int(rows.shape[1]) // n_layers
+    raise UsageError.at(
+        record.at(key),
+        expected="to know how wide one state is, to split rows of several layers",
+        got=f"rows of width {rows.shape[1]}",
+        remedy="give --hidden-size (hidden_size in the model's config.json), or --layer-ids with every stored layer",
+    )
+
+
+def read_sample(record: Record, roles: KeyMap, sample_id: str, hidden_size: int) -> SourceSample:
+    """Copy a sample out of a record.
+
+    Raises
+    ------
+    SourceError
+        As `state_blocks`; a mask that is none; or an entry that no role takes, which would be lost.
+    """
+    input_ids = token_ids(record, roles)
+    n_tokens = len(input_ids)
+    mask = None
+    if roles.loss_mask is not None:
+        values = row_values(record.entry(roles.loss_mask), record.at(roles.loss_mask), record.nbytes)
+        mask = columns.loss_mask(values, n_tokens, record.at(roles.loss_mask))
+    metadata = _metadata(record, roles, n_tokens)
+    blocks = state_blocks(record, roles, n_tokens, hidden_size=hidden_size)
+    return SourceSample(sample_id, input_ids, stack_layers(blocks, record.where), mask, metadata)
+
+
+def _metadata(record: Record, roles: KeyMap, n_tokens: int) -> dict[str, Any]:
+    taken = {roles.input_ids, roles.hidden_states, roles.aux, roles.last, roles.loss_mask, *roles.ignore}
+    metadata = {}
+    for key, value in record.entries.items():
+        if key in taken or (key == "attention_mask" and _all_real(record, n_tokens)):
+            continue
+        plain = value.item() if is_tensor(value) and value.ndim == 0 else value
+        if not _is_small_json(plain):
+            kind = f"{plain.dtype} {list(plain.shape)}" if is_tensor(plain) else type(plain).__name__
+            raise SourceError.at(
+                record.at(key),
+                expected="entries that hold ids, states, a mask or small JSON values",
+                got=kind,
+                remedy=f"say what it is with --map ROLE={key}, or leave it out with --map ignore={key}",
+            )
+        metadata[key] = plain
+    return metadata
+
+
+def _all_real(record: Record, n_tokens: int) -> bool:
+    where = record.at("attention_mask")
+    mask = columns.loss_mask(row_values(record.entries["attention_mask"], where, record.nbytes), n_tokens, where)
+    if not mask.all():
+        raise SourceError.at(
+            where,
+            expected="ones: every stored token real",
+            got=f"{int((mask == 0).sum())} of {n_tokens} tokens that are padding",
+            remedy="store samples without padding, or take it as it is with --map ignore=attention_mask",
+        )
+    return True
+
+
+def _is_small_json(value: Any) -> bool:
+    try:
+        return len(canonical.dumps_metadata(value)) <= _METADATA_NBYTES
+    except FormatError:
+        return False

@@ -1,0 +1,177 @@
+"""Tier complete: every listed file is there with its digest, and nothing else is.
+
+Spec: rules VFY-5, VFY-6.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+
+from hsfmt import digests, layout, tables
+from hsfmt.errors import CorruptionError, FormatError
+from hsfmt.index import MAX_ID_NBYTES, PartIndex, parse_index
+from hsfmt.manifest import FileEntry, implied_documents
+from hsfmt.readers.verification.objects import file_digest, read_twice
+from hsfmt.readers.verification.part_context import PartContext
+from hsfmt.readers.verification.report import Findings
+from hsfmt.storage import Store
+
+_ATTACHMENT = re.compile(rf"{layout.ATTACHMENTS}/([0-9a-f]{{32}})/[A-Za-z0-9][A-Za-z0-9._-]*")
+_SHOWN = 3
+
+
+def check_documents(context: PartContext) -> None:
+    """Compare the part's zarr.json files with what the manifest implies, byte for byte."""
+    for path, body in implied_documents(context.manifest.part, context.manifest.columns).items():
+        if path in context.unusable:
+            continue
+
+        def same(path: str = path, body: bytes = body) -> None:
+            data = context.store.read(path, len(body) + (64 << 10))
+            if data != body:
+                place = next((i for i, (a, b) in enumerate(zip(data, body, strict=False)) if a != b), len(body))
+                got = f"{len(data)} bytes that differ from byte {place} on"
+                raise CorruptionError.at(path, expected=f"the {len(body)} bytes that the manifest implies", got=got)
+
+        read_twice(context.findings, path, same, corrupt="zarr_json")
+        context.advance(len(body))
+        context.counts.nbytes += len(body)
+
+
+def load_index(context: PartContext) -> PartIndex | None:
+    """Read, compare and parse the part index, and check its ids."""
+    entry = context.manifest.index_file
+    if entry.path in context.unusable:
+        return None
+
+    def fetch() -> PartIndex:
+        if entry.nbytes > tables.MAX_TABLE_NBYTES:
+            raise FormatError.at(entry.path, expected=f"at most {tables.MAX_TABLE_NBYTES} bytes", got=str(entry.nbytes))
+        data = context.store.read(entry.path, entry.nbytes)
+        actual = digests.digest(data)
+        if (len(data), actual) != (entry.nbytes, entry.digest):
+            expected = f"{entry.nbytes} bytes, {entry.digest}"
+            raise CorruptionError.at(entry.path, expected=expected, got=f"{len(data)} bytes, {actual}")
+        return parse_index(data, context.manifest.part, context.manifest.columns, entry.path)
+
+    index = read_twice(context.findings, entry.path, fetch)
+    context.advance(entry.nbytes)
+    if index is not None:
+        context.counts.nbytes += entry.nbytes
+        context.index = index
+        _check_index(context, index)
+    return index
+
+
+def _check_index(context: PartContext, index: PartIndex) -> None:
+    counts, path = context.manifest.counts, context.manifest.index_file.path
+    found = (index.n_samples, int(index.token_offsets[-1]), int(index.n_supervised.sum()))
+    wanted = (counts.samples, counts.tokens, counts.supervised_tokens)
+    if found != wanted:
+        expected = "{} samples, {} tokens, {} supervised, as the manifest says".format(*wanted)
+        context.findings.error("counts", path, expected=expected, got="{}, {}, {}".format(*found))
+    seen: set[bytes] = set()
+    bad: dict[str, list[int]] = {}
+    for row in range(index.n_samples):
+        sample_id = index.id_bytes(row)
+        if len(sample_id) > MAX_ID_NBYTES:
+            bad.setdefault(f"at most {MAX_ID_NBYTES} bytes", []).append(row)
+        if not _is_utf8(sample_id):
+            bad.setdefault("UTF-8", []).append(row)
+        if sample_id in seen:
+            bad.setdefault("ids that occur once in the part", []).append(row)
+        seen.add(sample_id)
+    for expected, rows in bad.items():
+        ids = context.sample_ids(rows)
+        got = f"{ids[0]!r} in row {rows[0]} ({len(rows)} ids)"[:300]
+        context.findings.error("sample_id", f"{path}: ids", expected=expected, got=got, samples=ids)
+
+
+def _is_utf8(data: bytes) -> bool:
+    try:
+        data.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def check_shard_digests(context: PartContext) -> None:
+    """Compare the digest of every shard, read in blocks."""
+    documents = implied_documents(context.manifest.part, context.manifest.columns)
+    for entry in context.manifest.files:
+        if entry.path in documents or entry.path == context.manifest.index_file.path or entry.path in context.unusable:
+            continue
+        _check_digest(context, entry)
+
+
+def _check_digest(context: PartContext, entry: FileEntry) -> None:
+    def fetch() -> None:
+        actual = file_digest(context.store, entry.path, entry.nbytes, context.advance)
+        if actual != entry.digest:
+            raise CorruptionError.at(entry.path, expected=f"digest {entry.digest}", got=actual)
+
+    read_twice(context.findings, entry.path, fetch, corrupt="digest")
+    context.counts.nbytes += entry.nbytes
+
+
+def check_unexpected(
+    store: Store, findings: Findings, listing: Mapping[str, int], named: Collection[str], committed: Collection[str]
+) -> None:
+    """Report every object that nothing names.
+
+    Parameters
+    ----------
+    store, findings
+        The dataset, and where findings go.
+    listing
+        Every object below the root: path to nbytes.
+    named
+        Paths that documents name, or that always belong there.
+    committed
+        Parts that have a manifest, readable or not.
+    """
+    known = set(named)
+    uncommitted: dict[str, list[str]] = {}
+    foreign: dict[str, list[str]] = {}
+    for path in listing:
+        if path in known:
+            continue
+        part = _part_of(path)
+        if path.endswith(".tmp"):
+            findings.add("info", "temporary", path, expected="no temporary file", got=f"{listing[path]} bytes")
+        elif part is not None and part not in committed:
+            uncommitted.setdefault(layout.part_folder(part), []).append(path)
+        elif match := _ATTACHMENT.fullmatch(path):
+            _check_attachment(store, findings, path, match[1], listing[path])
+        else:
+            top, _, rest = path.partition("/")
+            group = path if top in ("hsfmt", "parts") or not rest else top
+            foreign.setdefault(group, []).append(path)
+    for folder, paths in uncommitted.items():
+        nbytes = sum(listing[path] for path in paths)
+        got = f"{len(paths)} files, {nbytes} bytes without one ({', '.join(paths[:_SHOWN])})"
+        findings.add("info", "uncommitted", folder, expected="a manifest of this part", got=got)
+    for group, paths in foreign.items():
+        got = f"{len(paths)} objects, {sum(listing[path] for path in paths)} bytes"
+        findings.error("unexpected", group, expected="nothing that no manifest or snapshot names", got=got)
+
+
+def _part_of(path: str) -> str | None:
+    """Return the part whose folder, or index, or snapshot-to-be a path lies in."""
+    segments = path.split("/")
+    name = None
+    if segments[0] == "parts" and len(segments) > 2:
+        name = segments[1]
+    elif path.startswith(f"{layout.INDEXES}/") and path.endswith(".safetensors") and len(segments) == 3:
+        name = segments[2].removesuffix(".safetensors")
+    return name if name is not None and layout.PART_PATTERN.fullmatch(name) else None
+
+
+def _check_attachment(store: Store, findings: Findings, path: str, name: str, nbytes: int) -> None:
+    def fetch() -> None:
+        actual = file_digest(store, path, nbytes, lambda _: None)
+        if actual != f"{digests.ALGORITHM}:{name}":
+            raise CorruptionError.at(path, expected=f"digest {name}, as its folder is named", got=actual)
+
+    read_twice(findings, path, fetch)

@@ -1,0 +1,245 @@
+"""What verification finds: findings, counts, and the report over all of it.
+
+Spec: rules VFY-1 to VFY-3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from hsfmt.errors import (
+    CorruptionError,
+    FormatVersionError,
+    HeaderMismatchError,
+    HsfmtError,
+    NotFoundError,
+    StorageError,
+)
+
+SEVERITIES = ("error", "warning", "info")
+_RESTORE = "restore it from a copy with this digest, or write its samples again into a new part"
+_WRITE_AGAIN = "write these samples again into a new part and seal"
+REMEDIES = {
+    "missing": "restore the file from a copy, or write its samples again into a new part",
+    "unexpected": "move it out of the dataset, if nothing of yours needs it",
+    "temporary": "none while a writer runs; else remove it: an interrupted write left it",
+    "uncommitted": "none while a writer runs; else remove it: a part without a manifest is not part of the dataset",
+    "newer_parts": "run `hsfmt seal` to serve them",
+    "never_sealed": 'run `hsfmt seal`, or read with snapshot="live"',
+    "incomplete_snapshot": "remove the folder if no seal is running: a seal was interrupted, or its index was lost",
+    "size": _RESTORE,
+    "digest": _RESTORE,
+    "corrupt": _RESTORE,
+    "malformed": _RESTORE,
+    "newer_format": "install a newer hsfmt (pip install -U hsfmt)",
+    "header": "move parts of another meaning to a dataset of their own; restore a changed header from a copy",
+    "unreadable": "check permissions, network and the device, then verify again",
+    "unstable_read": "the data is fine, the way to it is not: check memory, disk and network of this machine",
+    "zarr_json": "write the bytes that the manifest implies; other Zarr readers take the wrong shape or codec from it",
+    "replaces": "restore the manifest that was replaced, or remove the part that replaces it",
+    "shard_index": "restore the file from a copy: other Zarr readers find the wrong chunks through it",
+    "chunk_digest": _WRITE_AGAIN,
+    "chunk_crc": "restore the file from a copy: other Zarr readers refuse this chunk",
+    "chunk_decode": _WRITE_AGAIN,
+    "padding": _WRITE_AGAIN,
+    "values": _WRITE_AGAIN,
+    "loss_mask": _WRITE_AGAIN,
+    "n_supervised": _WRITE_AGAIN,
+    "negative_ids": "check the producer: a model takes no negative token id",
+    "sample_id": _WRITE_AGAIN,
+    "metadata": _WRITE_AGAIN,
+    "content_digest": _WRITE_AGAIN,
+    "extra_digest": _WRITE_AGAIN,
+    "nonfinite": "look at the producer; retract these samples or leave them out of training",
+    "all_zero": "look at the producer: a state that is zero throughout was never computed",
+    "counts": "restore the file from a copy, or run `hsfmt seal` for a new snapshot",
+    "snapshot_part": "restore the part that the snapshot names, or run `hsfmt seal` for a new snapshot",
+    "snapshot_rows": "run `hsfmt seal` for a new snapshot",
+    "snapshot_order": "none if the order is meant; `hsfmt seal` makes the default one",
+    "dataset_digest": "run `hsfmt seal` for a new snapshot",
+    "too_large": "this library refuses to decode rows of this size",
+    "not_checked": "repair the problem reported beside it and verify again",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing found.
+
+    Attributes
+    ----------
+    severity
+        "error", "warning" or "info".
+    code
+        Stable slug of its kind, a key of `REMEDIES`.
+    where
+        Path inside the dataset, with ": member" behind it where that is known.
+    expected, got
+        What should be there and what is.
+    remedy
+        What to do.
+    samples
+        Ids of the samples concerned, where they are known.
+    """
+
+    severity: str
+    code: str
+    where: str
+    expected: str
+    got: str
+    remedy: str = ""
+    samples: tuple[str, ...] = ()
+
+    @property
+    def path(self) -> str:
+        """The path alone."""
+        return self.where.partition(": ")[0]
+
+    def __str__(self) -> str:
+        text = f"{self.severity}[{self.code}] {self.where}: expected {self.expected}, got {self.got}"
+        if self.samples:
+            shown = ", ".join(self.samples[:5]) + (" …" if len(self.samples) > 5 else "")
+            text += f" [{len(self.samples)} sample(s): {shown}]"
+        return f"{text} — {self.remedy}" if self.remedy else text
+
+
+@dataclass(slots=True)
+class Counts:
+    """What was looked at.
+
+    Attributes
+    ----------
+    parts, files, samples, tokens
+        Committed parts, files that manifests and snapshots name, samples and tokens of the committed parts.
+    nbytes
+        Bytes of files whose digest was compared.
+    chunks
+        Chunks decoded.
+    """
+
+    parts: int = 0
+    files: int = 0
+    samples: int = 0
+    tokens: int = 0
+    nbytes: int = 0
+    chunks: int = 0
+
+    def add(self, other: Counts) -> None:
+        """Add another's figures."""
+        self.parts += other.parts
+        self.files += other.files
+        self.samples += other.samples
+        self.tokens += other.tokens
+        self.nbytes += other.nbytes
+        self.chunks += other.chunks
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The outcome of a verification.
+
+    Attributes
+    ----------
+    url, level
+        What was verified and how far.
+    fingerprint
+        Snapshot that the pointer names, or None.
+    problems
+        All findings: errors, then warnings, then infos, each by place.
+    counts
+        What was looked at.
+    """
+
+    url: str
+    level: str
+    fingerprint: str | None
+    problems: tuple[Finding, ...]
+    counts: Counts
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is no error; warnings and infos are allowed."""
+        return not self.errors
+
+    @property
+    def errors(self) -> tuple[Finding, ...]:
+        """Findings that are errors."""
+        return self.of("error")
+
+    def of(self, severity: str) -> tuple[Finding, ...]:
+        """Return the findings of one severity."""
+        return tuple(finding for finding in self.problems if finding.severity == severity)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as a JSON object."""
+        return {
+            "counts": asdict(self.counts),
+            "fingerprint": self.fingerprint,
+            "level": self.level,
+            "ok": self.ok,
+            "problems": [asdict(finding) for finding in self.problems],
+            "url": self.url,
+        }
+
+
+@dataclass(slots=True)
+class Findings:
+    """Collects findings."""
+
+    items: list[Finding] = field(default_factory=list)
+
+    def add(  # noqa: PLR0913  the members of a finding
+        self, severity: str, code: str, where: str, *, expected: str, got: str, samples: Iterable[str] = ()
+    ) -> None:
+        """Add a finding with the remedy of its code."""
+        self.items.append(Finding(severity, code, where, expected, got[:1000], REMEDIES[code], tuple(samples)))
+
+    def error(self, code: str, where: str, *, expected: str, got: str, samples: Iterable[str] = ()) -> None:
+        """Add an error."""
+        self.add("error", code, where, expected=expected, got=got, samples=samples)
+
+    def raised(self, error: HsfmtError, path: str, corrupt: str = "corrupt") -> None:
+        """Add what an error of this package says, as findings about the file at `path`.
+
+        `corrupt` is the code for a CorruptionError.
+        """
+        code = _code(error)
+        code = corrupt if code == "corrupt" else code
+        for problem in error.problems:
+            where = problem.where if problem.where.startswith(path) else f"{path}: {problem.where}"
+            remedy = problem.remedy or REMEDIES[code]
+            self.items.append(Finding("error", code, where, problem.expected, problem.got, remedy, problem.samples))
+
+    def fill_samples(self, path: str, samples: Iterable[str]) -> None:
+        """Give the errors about the file at `path` the samples concerned, where they have none."""
+        ids = tuple(samples)
+        for i, item in enumerate(self.items):
+            if item.severity == "error" and item.path == path and not item.samples:
+                self.items[i] = replace(item, samples=ids)
+
+    def has_error(self, path: str) -> bool:
+        """Say whether there is an error about the file at `path`."""
+        return any(item.severity == "error" and item.path == path for item in self.items)
+
+    def ordered(self) -> tuple[Finding, ...]:
+        """Return all findings, errors first, then by place; the order does not depend on how the work was spread."""
+        rank = {severity: number for number, severity in enumerate(SEVERITIES)}
+        return tuple(sorted(self.items, key=lambda item: (rank[item.severity], item.where, item.code, item.got)))
+
+
+def _code(error: HsfmtError) -> str:
+    for kind, code in _CODES.items():
+        if isinstance(error, kind):
+            return code
+    return "malformed"
+
+
+_CODES: dict[type[HsfmtError], str] = {
+    NotFoundError: "missing",
+    StorageError: "unreadable",
+    FormatVersionError: "newer_format",
+    HeaderMismatchError: "header",
+    CorruptionError: "corrupt",
+}
