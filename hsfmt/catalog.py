@@ -7,6 +7,7 @@ no lock.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from hsfmt import digests, layout, tables
 from hsfmt.errors import CorruptionError, FormatError, HeaderMismatchError, NotFoundError, UsageError
@@ -26,6 +27,7 @@ from hsfmt.storage import Store
 from hsfmt.versions import check_writable
 from hsfmt.zarr_metadata import group_document, parse_root, root_document
 
+_POINTER_REMEDY = f"remove {layout.POINTER} and run `hsfmt seal`; name ids that were retracted again"
 _OWN_ENTRIES = {"hsfmt", "parts", layout.ROOT_METADATA}
 
 
@@ -179,9 +181,13 @@ def without_superseded(parts: Iterable[LoadedPart]) -> list[LoadedPart]:
 def read_pointer(store: Store) -> Pointer | None:
     """Return the pointer to the current snapshot, None when the dataset was never sealed."""
     try:
-        return parse_pointer(store.read(layout.POINTER, MAX_POINTER_NBYTES))
+        data = store.read(layout.POINTER, MAX_POINTER_NBYTES)
     except NotFoundError:
         return None
+    try:
+        return parse_pointer(data)
+    except CorruptionError as error:
+        raise CorruptionError([replace(problem, remedy=_POINTER_REMEDY) for problem in error.problems]) from None
 
 
 def read_snapshot(store: Store, fingerprint: str, max_nbytes: int = tables.MAX_TABLE_NBYTES) -> tuple[Snapshot, bytes]:

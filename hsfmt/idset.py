@@ -24,11 +24,13 @@ class IdSet:
     """A growing set of ids that answers membership."""
 
     def __init__(self) -> None:
-        self._sorted: npt.NDArray[np.void] = np.empty(0, "V16")
+        # Native columns, ascending by (high, low): a search in a strided or big-endian view would copy it each time.
+        self._high: npt.NDArray[np.uint64] = np.empty(0, np.uint64)
+        self._low: npt.NDArray[np.uint64] = np.empty(0, np.uint64)
         self._recent: set[bytes] = set()
 
     def __len__(self) -> int:
-        return len(self._sorted) + len(self._recent)
+        return len(self._high) + len(self._recent)
 
     def __contains__(self, sample_id: object) -> bool:
         if not isinstance(sample_id, str):
@@ -36,10 +38,10 @@ class IdSet:
         key = id_key(sample_id.encode())
         if key in self._recent:
             return True
-        words = _words(self._sorted)
-        high, low = np.frombuffer(key, ">u8")
-        start, end = np.searchsorted(words[:, 0], [high], "left")[0], np.searchsorted(words[:, 0], [high], "right")[0]
-        return bool(np.any(words[start:end, 1] == low))
+        high, low = np.frombuffer(key, ">u8").astype(np.uint64)
+        start = np.searchsorted(self._high, high, "left")
+        end = np.searchsorted(self._high, high, "right")
+        return bool(np.any(self._low[start:end] == low))
 
     def add(self, sample_id: str) -> None:
         """Add an id."""
@@ -47,23 +49,26 @@ class IdSet:
             return
         self._recent.add(id_key(sample_id.encode()))
         if len(self._recent) >= _MERGE_AT:
-            self._merge(np.frombuffer(b"".join(self._recent), "V16"))
+            self._merge(_words(self._recent))
             self._recent.clear()
 
     def update(self, ids: Iterable[bytes]) -> None:
         """Add many UTF-8 ids at once."""
-        self._merge(np.frombuffer(b"".join(map(id_key, ids)), "V16"))
+        self._merge(_words(map(id_key, ids)))
 
-    def _merge(self, keys: npt.NDArray[np.void]) -> None:
-        words = _words(np.concatenate([self._sorted, keys]))
-        words = words[np.lexsort((words[:, 1], words[:, 0]))]
-        fresh = np.ones(len(words), bool)
-        fresh[1:] = np.any(words[1:] != words[:-1], axis=1)
-        self._sorted = np.ascontiguousarray(words[fresh]).view("V16").reshape(-1)
+    def _merge(self, keys: npt.NDArray[np.uint64]) -> None:
+        high = np.concatenate([self._high, keys[:, 0]])
+        low = np.concatenate([self._low, keys[:, 1]])
+        order = np.lexsort((low, high))
+        high, low = high[order], low[order]
+        fresh = np.ones(len(high), bool)
+        fresh[1:] = (high[1:] != high[:-1]) | (low[1:] != low[:-1])
+        self._high, self._low = high[fresh], low[fresh]
 
 
-def _words(keys: npt.NDArray[np.void]) -> npt.NDArray[np.uint64]:
-    return keys.view(">u8").reshape(-1, 2)
+def _words(keys: Iterable[bytes]) -> npt.NDArray[np.uint64]:
+    """Return uint64 [key, 2] of 16-byte keys."""
+    return np.frombuffer(b"".join(keys), ">u8").astype(np.uint64).reshape(-1, 2)
 
 
 class CommittedIds(AbstractSet[str]):

@@ -5,8 +5,9 @@ Spec: rules MAN-1 to MAN-10.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hsfmt import canonical, digests, layout
@@ -69,6 +70,8 @@ class PartManifest:
         What varies by run: engine, host, command, codec, times.
     extra
         Members of a later format version, kept and ignored.
+    stored
+        The file's bytes where the manifest was parsed, which may hold more than this library knows.
     """
 
     part: str
@@ -82,6 +85,7 @@ class PartManifest:
     format: str = FORMAT
     readable_from: str = READABLE_FROM
     extra: Mapping[str, Any] = field(default_factory=dict)
+    stored: bytes | None = field(default=None, repr=False, compare=False)
 
     @property
     def index_file(self) -> FileEntry:
@@ -114,11 +118,12 @@ class PartManifest:
 
     def digest(self) -> str:
         """Return the digest of the manifest without its own digest member (rule MAN-2)."""
-        return digests.digest(canonical.dumps(self._body()))
+        body = self._body() if self.stored is None else _without_digest(json.loads(self.stored))
+        return digests.digest(canonical.dumps(body))
 
     def to_bytes(self) -> bytes:
         """Return the manifest file."""
-        return canonical.dumps({**self._body(), "digest": self.digest()})
+        return self.stored or canonical.dumps({**self._body(), "digest": self.digest()})
 
 
 def parse_signed(data: bytes, where: str, kind: str) -> dict[str, Any]:
@@ -136,12 +141,15 @@ def parse_signed(data: bytes, where: str, kind: str) -> dict[str, Any]:
     if document.get("kind") != kind:
         raise FormatError.at(where, expected=f"a document of kind {kind}", got=repr(document.get("kind"))[:60])
     claimed = document.get("digest")
-    body = {key: value for key, value in document.items() if key != "digest"}
-    actual = digests.digest(canonical.dumps(body))
+    actual = digests.digest(canonical.dumps(_without_digest(document)))
     if claimed != actual:
         raise CorruptionError.at(where, expected=f"digest {actual}", got=repr(claimed)[:60])
     result: dict[str, Any] = document
     return result
+
+
+def _without_digest(document: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in document.items() if key != "digest"}
 
 
 def parse_manifest(data: bytes, part: str, where: str) -> PartManifest:
@@ -169,7 +177,7 @@ def parse_manifest(data: bytes, part: str, where: str) -> PartManifest:
         raise CorruptionError.at(where, expected=f"part {part}", got=repr(document.get("part"))[:100], remedy=remedy)
     header = parse_header(document.get("header"), f"{where}: header")
     try:
-        manifest = _build(document, part, header, where)
+        manifest = replace(_build(document, part, header, where), stored=data)
     except (KeyError, TypeError, AttributeError) as error:
         got = f"{type(error).__name__} {error}"[:200]
         raise FormatError.at(where, expected="the members of a part manifest", got=got) from None
@@ -191,7 +199,7 @@ def _build(document: dict[str, Any], part: str, header: Header, where: str) -> P
             name: parse_column(name, entry, f"{where}: columns.{name}") for name, entry in document["columns"].items()
         },
         files=files,
-        counts=Counts(**{key: _count(value) for key, value in document["counts"].items()}),
+        counts=Counts(*(_count(document["counts"][key]) for key in Counts.__slots__)),
         holes={str(entry["id"]): str(entry["reason"]) for entry in document["holes"]},
         replaces={
             layout.check_part_name(entry["part"], where): digests.check(entry["digest"], where)

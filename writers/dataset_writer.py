@@ -297,8 +297,12 @@ class DatasetWriter:
         ------
         StorageError
             As `commit`.
+        WriterClosedError
+            Writing failed before, so that samples that were accepted are not in the dataset.
         """
         with self._lock:
+            if self._failure is not None:
+                self._check_usable()
             if self._closed:
                 return
             try:
