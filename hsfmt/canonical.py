@@ -61,6 +61,8 @@ def loads(data: bytes, where: str, *, metadata: bool = False) -> JSON:
     except (ValueError, RecursionError) as error:
         raise FormatError.at(where, expected="strict JSON", got=f"{type(error).__name__}: {error}"[:300]) from None
     _check(document, where, 0, integers_only=not metadata)
+    if metadata and not isinstance(document, dict):
+        raise FormatError.at(where, expected="a JSON object", got=type(document).__name__)
     if not metadata and _encode(document) != data:
         raise FormatError.at(where, expected="canonical JSON (sorted keys, no white space)", got="another byte form")
     return document

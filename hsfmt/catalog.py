@@ -14,15 +14,9 @@ from hsfmt.errors import CorruptionError, FormatError, HeaderMismatchError, NotF
 from hsfmt.header import MAX_HEADER_NBYTES, Header, check_same_meaning
 from hsfmt.index import PartIndex, parse_index
 from hsfmt.manifest import MAX_MANIFEST_NBYTES, PartManifest, parse_manifest
-from hsfmt.snapshot import (
-    MAX_POINTER_NBYTES,
-    LoadedPart,
-    PartRef,
-    Pointer,
-    Snapshot,
-    parse_pointer,
-    parse_snapshot,
-)
+from hsfmt.pointer import MAX_POINTER_NBYTES, Pointer, parse_pointer
+from hsfmt.snapshot import PartRef, Snapshot, parse_snapshot
+from hsfmt.snapshot_builder import LoadedPart
 from hsfmt.storage import Store
 from hsfmt.versions import check_writable
 from hsfmt.zarr_metadata import group_document, parse_root, root_document
@@ -66,20 +60,38 @@ def ensure_dataset(store: Store, wanted: Header) -> Header:
     UsageError
         The folder holds something else.
     """
-    if store.size(layout.ROOT_METADATA) is None:
-        foreign = [name for name in store.list("") if name not in _OWN_ENTRIES and not name.endswith(".tmp")]
-        if foreign:
-            raise UsageError.at(
-                store.url,
-                expected="an empty folder or an hsfmt dataset",
-                got=f"a folder with {len(foreign)} other entries, {foreign[0]!r} among them",
-                remedy="choose another destination",
-            )
+    if find_dataset(store, wanted) is None:
         store.create(layout.ROOT_METADATA, root_document(wanted))
+    found = _joined(store, wanted)
+    store.create(layout.PARTS_METADATA, group_document())
+    return found
+
+
+def find_dataset(store: Store, wanted: Header) -> Header | None:
+    """Return the dataset's header as stored, None where there is none yet; writes nothing.
+
+    Raises
+    ------
+    HeaderMismatchError, UsageError
+        As `ensure_dataset`.
+    """
+    if store.size(layout.ROOT_METADATA) is not None:
+        return _joined(store, wanted)
+    foreign = [name for name in store.list("") if name not in _OWN_ENTRIES and not name.endswith(".tmp")]
+    if foreign:
+        raise UsageError.at(
+            store.url,
+            expected="an empty folder or an hsfmt dataset",
+            got=f"a folder with {len(foreign)} other entries, {foreign[0]!r} among them",
+            remedy="choose another destination",
+        )
+    return None
+
+
+def _joined(store: Store, wanted: Header) -> Header:
     found = read_header(store)
     check_writable(found.to_json(), layout.ROOT_METADATA)
     check_same_meaning(found, wanted, store.url)
-    store.create(layout.PARTS_METADATA, group_document())
     return found
 
 

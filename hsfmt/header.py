@@ -5,15 +5,17 @@ Spec: rules HDR-1 to HDR-9. It is the member `hsfmt` of the root group's attribu
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, SupportsIndex
 
 from hsfmt import canonical, digests
 from hsfmt.dtypes import STATE_DTYPES
 from hsfmt.errors import FormatError, HeaderMismatchError, Problem
 from hsfmt.versions import FORMAT, READABLE_FROM, WRITABLE_FROM, check_readable, is_version
 
+# Of zarr.json at the root. The header itself may take half: the pointer repeats it, and has the same cap.
 MAX_HEADER_NBYTES = 64 << 10
 MAX_LAYERS = 4096
 MAX_HIDDEN_SIZE = 1 << 20
@@ -107,8 +109,8 @@ def make_header(
         Anything is not as rules HDR-1 to HDR-7 say; all problems at once.
     """
     header = Header(
-        layers=tuple(int(i) for i in layers),
-        hidden_size=int(hidden_size),
+        layers=tuple(_index(i, "layers") for i in layers),
+        hidden_size=_index(hidden_size, "hidden_size"),
         final_norm=final_norm,
         dtype=str(dtype).removeprefix("torch."),
         model=_identity(model),
@@ -155,6 +157,8 @@ def validate_header(document: Any, where: str) -> list[Problem]:
         expect("scaling" in document and scaling is None, "scaling", "null but for float8_e4m3fn")
     for key in ("format", "readable_from", "writable_from"):
         expect(is_version(document.get(key)), key, "a format version like 1.0")
+    if not problems and (nbytes := len(canonical.dumps(document))) > MAX_HEADER_NBYTES // 2:
+        problems.append(Problem(where, f"at most {MAX_HEADER_NBYTES // 2} bytes", f"{nbytes}"))
     return problems
 
 
@@ -221,6 +225,13 @@ def _is_identity(value: object) -> bool:
     if value is None:
         return True
     return isinstance(value, dict) and bool(value) and all(isinstance(member, str) for member in value.values())
+
+
+def _index(value: object, where: str) -> int:
+    """Return an integer of any kind as int; 2.5 or "3" is none."""
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        raise FormatError.at(where, expected="integers", got=repr(value)[:60])
+    return operator.index(value)
 
 
 def _is_int(value: object) -> bool:

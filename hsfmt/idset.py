@@ -35,7 +35,7 @@ class IdSet:
     def __contains__(self, sample_id: object) -> bool:
         if not isinstance(sample_id, str):
             return False
-        key = id_key(sample_id.encode())
+        key = id_key(sample_id.encode("utf-8", "surrogatepass"))  # what is no Unicode text is in no set either
         if key in self._recent:
             return True
         high, low = np.frombuffer(key, ">u8").astype(np.uint64)

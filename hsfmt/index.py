@@ -16,7 +16,7 @@ import numpy.typing as npt
 from hsfmt import canonical, tables
 from hsfmt.codecs import CRC_NBYTES
 from hsfmt.columns import Column
-from hsfmt.errors import CorruptionError, FormatError, Problem
+from hsfmt.errors import CorruptionError, Problem
 from hsfmt.tables import check_offsets, take
 from hsfmt.versions import FORMAT
 
@@ -26,6 +26,7 @@ UInt64 = npt.NDArray[np.uint64]
 
 MAX_ID_NBYTES = 4096
 MAX_META_NBYTES = 1 << 20
+MAX_SAMPLE_TOKENS = 2**31 - 1  # a snapshot keeps lengths in 32 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +102,7 @@ class PartIndex:
             The stored bytes are not a JSON object.
         """
         where = f"metadata of {self.sample_id(row)}"
-        document = canonical.loads(self.meta_bytes(row), where, metadata=True)
-        if not isinstance(document, dict):
-            raise FormatError.at(where, expected="a JSON object", got=type(document).__name__)
+        document: dict[str, Any] = canonical.loads(self.meta_bytes(row), where, metadata=True)
         return document
 
     def to_bytes(self, part: str) -> bytes:
@@ -187,6 +186,10 @@ def _check(index: PartIndex, columns: Mapping[str, Column], where: str) -> None:
     ):
         if int(np.diff(offsets).max()) > cap:
             problems.append(Problem(f"{where}: {name}", f"at most {cap} bytes a sample", "more"))
+    if not _are_texts(index.ids, index.id_offsets):
+        problems.append(Problem(f"{where}: ids", "ids of UTF-8", "other bytes"))
+    if int(index.lengths.max()) > MAX_SAMPLE_TOKENS:
+        problems.append(Problem(f"{where}: token_offsets", f"at most {MAX_SAMPLE_TOKENS} tokens a sample", "more"))
     if np.any(index.n_supervised < 0) or np.any(index.n_supervised > index.lengths):
         problems.append(Problem(f"{where}: n_supervised", "0 to the sample's tokens", "other"))
     for name, flags in (("loss_mask_given", index.loss_mask_given), *index.valid.items()):
@@ -196,6 +199,15 @@ def _check(index: PartIndex, columns: Mapping[str, Column], where: str) -> None:
         problems += _chunk_problems(column, index.chunks[column.name], f"{where}: chunks.{column.name}")
     if problems:
         raise CorruptionError(problems)
+
+
+def _are_texts(data: UInt8, offsets: Int64) -> bool:
+    """Say whether each slice is UTF-8: all of it is, and none starts within a character."""
+    try:
+        data.tobytes().decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return not np.any((data[offsets[:-1]] & 0xC0) == 0x80)
 
 
 def _chunk_problems(column: Column, chunks: UInt64, where: str) -> list[Problem]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from hsfmt import layout
+from hsfmt import digests, layout, tables
 from hsfmt.catalog import (
     committed_parts,
     load_part,
@@ -21,9 +21,11 @@ from hsfmt.catalog import (
     read_snapshot,
     without_superseded,
 )
-from hsfmt.errors import ExpectationError, NotFoundError, Problem
+from hsfmt.errors import ExpectationError, FormatError, NotFoundError, Problem, SampleNotFoundError
 from hsfmt.header import Header
-from hsfmt.snapshot import LoadedPart, Snapshot, build_snapshot, make_pointer, parse_snapshot, parse_snapshot_ids
+from hsfmt.pointer import make_pointer
+from hsfmt.snapshot import Snapshot, parse_snapshot, parse_snapshot_ids
+from hsfmt.snapshot_builder import LoadedPart, build_snapshot
 from hsfmt.storage import Store, open_store
 from hsfmt.versions import check_writable
 
@@ -78,6 +80,8 @@ def seal(
     ------
     NotFoundError
         There is no dataset, or nothing committed in it.
+    SampleNotFoundError
+        An id to retract is that of no committed sample.
     ExpectationError
         The committed samples are not the expected ones; the missing and the unexpected ids are named.
     CorruptionError, HeaderMismatchError
@@ -86,6 +90,7 @@ def seal(
     store = url if isinstance(url, Store) else open_store(url, storage_options)
     header = read_header(store)
     check_writable(header.to_json(), layout.ROOT_METADATA)
+    known = {f"{digests.ALGORITHM}:{name}" for name in store.list(layout.SNAPSHOTS)}
     gone = set(retract) | _retracted(store, header)
     loaded: dict[str, LoadedPart] = {}
     rounds, changed = 0, False
@@ -98,10 +103,19 @@ def seal(
         for name in names:
             if name not in loaded:
                 loaded[name] = load_part(store, name, header)
+        if rounds == 1:
+            _check_retracted(retract, loaded.values())
         snapshot, replaced = _point_at(store, [loaded[name] for name in names], header, gone, expect)
         changed |= replaced
-        if committed_parts(store) == names:
+        # A snapshot that appeared meanwhile is that of a seal that races with this one: what it retracted stays so too,
+        # whichever of the two replaced the pointer last.
+        found = {f"{digests.ALGORITHM}:{name}" for name in store.list(layout.SNAPSHOTS)}
+        rivals = {name for name in found - known - {snapshot.fingerprint} if digests.is_digest(name)}
+        known |= rivals
+        theirs = set().union(*(_retracted_by(store, header, name) for name in rivals))
+        if committed_parts(store) == names and theirs <= gone:
             return Sealed(snapshot, rounds, changed)
+        gone |= theirs
 
 
 def build_live(store: Store, header: Header) -> tuple[bytes, bytes]:
@@ -118,11 +132,14 @@ def _point_at(
     _check_expected(snapshot, ids_file, expect)
     pointer = read_pointer(store)
     ids_path, index_path = (layout.snapshot_path(snapshot.fingerprint, file) for file in ("ids", "index"))
+    for path, data in ((ids_path, ids_file), (index_path, index_file)):
+        if len(data) > tables.MAX_TABLE_NBYTES:
+            raise FormatError.at(path, expected=f"at most {tables.MAX_TABLE_NBYTES} bytes", got=f"{len(data)}")
     if (
         pointer is not None
         and pointer.fingerprint == snapshot.fingerprint
-        and store.size(index_path)
-        and store.size(ids_path)
+        and _holds(store, index_path, index_file)
+        and _holds(store, ids_path, ids_file)
     ):
         return snapshot, False
     # What a commit made durable on another host may not be on this one's directories yet.
@@ -136,6 +153,21 @@ def _point_at(
     return snapshot, True
 
 
+def _holds(store: Store, path: str, data: bytes) -> bool:
+    return store.size(path) == len(data) and store.read(path, len(data)) == data
+
+
+def _check_retracted(retract: Collection[str], parts: Collection[LoadedPart]) -> None:
+    """Refuse ids that are nowhere: they could not be listed, and a typing error would go unnoticed."""
+    missing = set(retract)
+    for part in parts:
+        if missing and part.index is not None:
+            missing -= {part.index.sample_id(row) for row in range(part.index.n_samples)}
+    if missing:
+        shown = tuple(sorted(missing)[:_SHOWN])
+        raise SampleNotFoundError.at("retract", expected="ids of samples", got=f"{len(missing)} unknown", samples=shown)
+
+
 def _directories(parts: list[LoadedPart]) -> set[str]:
     files = (entry.path for part in parts for entry in part.manifest.files)
     return {layout.MANIFESTS, layout.INDEXES, "parts", *(path.rpartition("/")[0] for path in files)}
@@ -143,9 +175,17 @@ def _directories(parts: list[LoadedPart]) -> set[str]:
 
 def _retracted(store: Store, header: Header) -> set[str]:
     pointer = read_pointer(store)
-    if pointer is None:
-        return set()
-    snapshot, _ = read_snapshot(store, pointer.fingerprint)
+    return set() if pointer is None else _retracted_by(store, header, pointer.fingerprint)
+
+
+def _retracted_by(store: Store, header: Header, fingerprint: str) -> set[str]:
+    try:
+        snapshot, _ = read_snapshot(store, fingerprint)
+    except NotFoundError:
+        pointer = read_pointer(store)
+        if pointer is not None and pointer.fingerprint == fingerprint:
+            raise
+        return set()  # a seal that has not written its index: it will list after it has
     ids = set()
     for number in set(snapshot.retracted_part.tolist()):
         index = load_ref(store, snapshot.parts[number], header).index

@@ -79,7 +79,7 @@ def parse(data: bytes, where: str) -> Table:
     """
     try:
         return _parse(data, where)
-    except (KeyError, TypeError, ValueError, RecursionError, OverflowError, struct.error) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError, OverflowError, struct.error) as error:
         if isinstance(error, CorruptionError):
             raise
         got = f"{type(error).__name__}: {error}"[:200]
@@ -94,13 +94,15 @@ def _parse(data: bytes, where: str) -> Table:
         raise ValueError(f"header of {size} bytes in a file of {len(data)}")
     header = json.loads(data[8 : 8 + size].decode("utf-8"), object_pairs_hook=_unique)
     document = canonical.loads(header.pop(_METADATA)[_KEY].encode(), f"{where}: __metadata__")
+    if not isinstance(document, dict):
+        raise TypeError(f"metadata of type {type(document).__name__}")
     arrays: dict[str, Array] = {}
     end = 0
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         start, stop = entry["data_offsets"]
         kind = _DTYPES[entry["dtype"]]
         shape = tuple(entry["shape"])
-        if start != end or any(type(n) is not int or n < 0 for n in (stop, *shape)):
+        if start != end or any(type(n) is not int or n < 0 for n in (start, stop, *shape)):
             raise ValueError(f"{name} lies at {start}, not {end}")
         count = 1
         for n in shape:

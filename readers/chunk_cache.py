@@ -1,4 +1,4 @@
-"""Decoded chunks of narrow columns (ids, masks, scales), kept since neighbours in a chunk are often read after another."""
+"""Decoded chunks of narrow columns (ids, masks, scales): neighbours in a chunk are often read after another."""
 
 from __future__ import annotations
 

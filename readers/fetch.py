@@ -25,7 +25,7 @@ Array = npt.NDArray[Any]
 Naming = Callable[[Iterable[int]], tuple[str, ...]]
 
 _REMEDY = "restore the file from a copy, or run `hsfmt verify --level full` to see all that is damaged"
-# A task a chunk or so keeps threads busy and scratch in cache; remotely a request costs latency, and a stream has a speed.
+# Locally a chunk or so a task, so that threads are busy and scratch stays in cache; a request, though, costs latency.
 _LOCAL_RANGE_NBYTES = 4 << 20
 _REMOTE_RANGE_NBYTES = 32 << 20
 _LOCAL_GAP_NBYTES = 64 << 10
@@ -98,7 +98,7 @@ class Fetcher:
             raise _named(error, ranges, naming) from error
 
     def _read_local(self, read: RangeRead, targets: Sequence[Array]) -> None:
-        body = memoryview(_SCRATCH.get("encoded", read.nbytes))
+        body = _SCRATCH.get("encoded", read.nbytes).data
         self._pread(read.path, read.offset, body)
         self._deliver(read, body, targets)
 

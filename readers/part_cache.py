@@ -1,4 +1,4 @@
-"""The parts of a snapshot, loaded when a sample of theirs is asked for, each file compared with the snapshot's digest."""
+"""The parts of a snapshot, loaded when first asked for, each file compared with the digest that names it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What must not cross a fork: locks, threads and file descriptors of the parent.
 
-The child of a fork has one thread, and copies of locks that another one may have held; a hook makes all of it new before
-that thread goes on. Objects that are pickled start new by themselves.
+The child of a fork has one thread, and copies of locks that another one may have held; a hook makes all of it new
+before that thread goes on. Objects that are pickled start new by themselves.
 """
 
 from __future__ import annotations

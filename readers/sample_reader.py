@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hsfmt import canonical, digests
-from hsfmt.columns import CORE_COLUMNS, IDS, MASK, STATES
+from hsfmt.columns import CORE_COLUMNS, IDS, MASK, STATES, Column
 from hsfmt.dtypes import dtype
 from hsfmt.errors import CorruptionError, SampleNotFoundError, UsageError
 from hsfmt.header import Header
@@ -19,7 +19,7 @@ from hsfmt.layout import index_path
 from hsfmt.readers.batch import ReadBatch, Rows
 from hsfmt.readers.chunk_cache import ChunkCache
 from hsfmt.readers.fetch import Fetcher
-from hsfmt.readers.open_snapshot import SampleIds, choose_snapshot, sample_number
+from hsfmt.readers.open_snapshot import SampleIds, SnapshotChoice, choose_snapshot, sample_number
 from hsfmt.readers.part_cache import OpenPart, PartCache
 from hsfmt.snapshot import Snapshot
 from hsfmt.storage import Store, open_store
@@ -73,6 +73,8 @@ class SampleArrays:
         [token, layer, hidden], bit patterns in the storage dtype: uint16 for bfloat16, uint8 for float8_e4m3fn.
     extras
         By column name, in storage dtypes: [token, ...], [...] or [row, ...] by the column's kind; None is a null.
+    extra_dtypes
+        The element types of the extras by name.
     meta
         The metadata object as stored.
     """
@@ -82,6 +84,7 @@ class SampleArrays:
     loss_mask: npt.NDArray[np.bool_]
     hidden_states: Array
     extras: Mapping[str, Array | None] = field(default_factory=dict)
+    extra_dtypes: Mapping[str, str] = field(default_factory=dict)
     meta: bytes = b"{}"
 
     @property
@@ -101,6 +104,20 @@ class _Pending:
     ids: Rows
     mask: Rows
     extras: dict[str, Rows | None]
+    extra_dtypes: dict[str, str]
+
+
+@dataclass(slots=True)
+class _Opened:
+    """What a reader holds in one process."""
+
+    snapshot: Snapshot
+    parts: PartCache
+    chunks: ChunkCache
+    fetcher: Fetcher
+    lengths: npt.NDArray[np.int64] | None = None
+    ids: SampleIds | None = None
+    by_hash: npt.NDArray[np.int64] | None = None
 
 
 class SampleReader:
@@ -137,31 +154,40 @@ class SampleReader:
     ) -> None:
         self.store = url if isinstance(url, Store) else open_store(url, storage_options)
         self.options = options or ReadOptions()
-        self._choice, loaded = choose_snapshot(self.store, snapshot)
-        self._prepare(loaded)
+        self._choice, chosen = choose_snapshot(self.store, snapshot)
+        self._opened: _Opened | None = self._open(chosen)
 
-    def _prepare(self, snapshot: Snapshot) -> None:
-        self.snapshot = snapshot
-        self.parts = PartCache(self.store, snapshot, self.options.part_cache_nbytes)
-        self._chunks = ChunkCache(self.options.chunk_cache_nbytes)
-        check = not self.options.unsafe_skip_checks
-        self._fetcher = Fetcher(self.store, check=check, n_threads=self.options.n_threads)
-        self._lengths: npt.NDArray[np.int64] | None = None
-        self._ids: SampleIds | None = None
-        self._by_hash: npt.NDArray[np.int64] | None = None
+    def _open(self, snapshot: Snapshot) -> _Opened:
+        options = self.options
+        return _Opened(
+            snapshot=snapshot,
+            parts=PartCache(self.store, snapshot, options.part_cache_nbytes),
+            chunks=ChunkCache(options.chunk_cache_nbytes),
+            fetcher=Fetcher(self.store, check=not options.unsafe_skip_checks, n_threads=options.n_threads),
+        )
 
-    def __getstate__(self) -> tuple[Any, ...]:
+    @property
+    def _state(self) -> _Opened:
+        if self._opened is None:
+            self._opened = self._open(self._choice.load(self.store))
+        return self._opened
+
+    def __getstate__(self) -> tuple[Store, ReadOptions, SnapshotChoice]:
         return self.store, self.options, self._choice
 
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
+    def __setstate__(self, state: tuple[Store, ReadOptions, SnapshotChoice]) -> None:
         self.store, self.options, self._choice = state
+        self._opened = None
 
-    def __getattr__(self, name: str) -> Any:
-        # Only what a copy out of a pickle still lacks comes here: it loads the snapshot when it is first used.
-        if name.startswith("__") or "_choice" not in self.__dict__ or "snapshot" in self.__dict__:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        self._prepare(self._choice.load(self.store))
-        return getattr(self, name)
+    @property
+    def snapshot(self) -> Snapshot:
+        """What is read; out of a pickle it is loaded on first use."""
+        return self._state.snapshot
+
+    @property
+    def parts(self) -> PartCache:
+        """The parts that the snapshot names."""
+        return self._state.parts
 
     def __len__(self) -> int:
         return self.snapshot.n_samples
@@ -184,18 +210,20 @@ class SampleReader:
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
         """Tokens of each sample, int64 [sample], read-only."""
-        if self._lengths is None:
-            lengths = self.snapshot.n_tokens.astype(np.int64)
+        state = self._state
+        if state.lengths is None:
+            lengths = state.snapshot.n_tokens.astype(np.int64)
             lengths.flags.writeable = False
-            self._lengths = lengths
-        return self._lengths
+            state.lengths = lengths
+        return state.lengths
 
     @property
     def sample_ids(self) -> SampleIds:
         """The ids in order; the first use reads one file."""
-        if self._ids is None:
-            self._ids = SampleIds(self._choice.load_ids(self.store, self.snapshot))
-        return self._ids
+        state = self._state
+        if state.ids is None:
+            state.ids = SampleIds(self._choice.load_ids(self.store, state.snapshot))
+        return state.ids
 
     def index_of(self, sample_id: str) -> int:
         """Return the number of the sample with that id.
@@ -206,12 +234,12 @@ class SampleReader:
             There is none in this snapshot.
         """
         if isinstance(sample_id, str):
-            hashes = self.snapshot.id_hash
-            if self._by_hash is None:
-                self._by_hash = np.argsort(hashes, kind="stable")
+            state, hashes = self._state, self.snapshot.id_hash
+            if state.by_hash is None:
+                state.by_hash = np.argsort(hashes, kind="stable")
             wanted = np.uint64(digests.id_hash(sample_id.encode("utf-8", "surrogatepass")))
-            at = int(np.searchsorted(hashes, wanted, sorter=self._by_hash))
-            for number in self._by_hash[at:]:
+            at = int(np.searchsorted(hashes, wanted, sorter=state.by_hash))
+            for number in state.by_hash[at:]:
                 if hashes[number] != wanted:
                     break
                 if self.sample_ids[int(number)] == sample_id:
@@ -280,7 +308,7 @@ class SampleReader:
             As `read`.
         """
         planes = layer_planes(self.header, layers)
-        batch = ReadBatch(self._fetcher, self._chunks)
+        batch = ReadBatch(self._state.fetcher, self._state.chunks)
         pending = [self._ask(batch, number, request, planes, extras) for number, request in enumerate(requests)]
 
         def naming(owners: Iterable[int]) -> tuple[str, ...]:
@@ -311,7 +339,7 @@ class SampleReader:
 
     def close(self) -> None:
         """Close the files that are open; reading goes on to work."""
-        self._fetcher.close()
+        self._state.fetcher.close()
 
     def _ask(
         self,
@@ -331,8 +359,7 @@ class SampleReader:
         asked: dict[str, Rows | None] = {}
         for name in _extra_names(part, extras):
             column = columns[name]
-            spans = {"token": lambda: rows, "sample": lambda: (row, row + 1)}
-            span = spans.get(column.kind, lambda name=name: tuple(map(int, index.offsets[name][row : row + 2])))()
+            span = _extra_rows(part, column, row, rows)
             asked[name] = batch.rows(part, column, span, number) if index.valid[name][row] else None
         return _Pending(
             sample_id=index.sample_id(row),
@@ -341,6 +368,7 @@ class SampleReader:
             ids=batch.rows(part, columns[IDS], rows, number),
             mask=batch.rows(part, columns[MASK], rows, number),
             extras=asked,
+            extra_dtypes={name: columns[name].dtype_name for name in asked},
         )
 
 
@@ -393,6 +421,16 @@ def _extra_names(part: OpenPart, wanted: Sequence[str] | None) -> list[str]:
     return list(wanted)
 
 
+def _extra_rows(part: OpenPart, column: Column, row: int, tokens: tuple[int, int]) -> tuple[int, int]:
+    """Return the rows of an extra column that belong to a sample, or to the wanted tokens of it."""
+    if column.kind == "token":
+        return tokens
+    if column.kind == "sample":
+        return row, row + 1
+    offsets = part.index.offsets[column.name]
+    return int(offsets[row]), int(offsets[row + 1])
+
+
 def _finished(sample: _Pending) -> SampleArrays:
     mask = sample.mask.array()
     if np.any(mask > 1):
@@ -404,6 +442,7 @@ def _finished(sample: _Pending) -> SampleArrays:
         loss_mask=mask.view(np.bool_),
         hidden_states=sample.states,
         extras={name: None if rows is None else _value(rows) for name, rows in sample.extras.items()},
+        extra_dtypes=sample.extra_dtypes,
         meta=sample.meta,
     )
 
@@ -412,4 +451,4 @@ def _value(rows: Rows) -> Array:
     array = rows.array()
     if rows.column.dtype_name == "bool":
         array = array.view(np.bool_)
-    return array[0] if rows.column.kind == "sample" else array
+    return array.reshape(array.shape[1:]) if rows.column.kind == "sample" else array

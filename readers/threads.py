@@ -1,4 +1,4 @@
-"""Threads that fetch, check and decode: one bounded pool a process and size, made on first use and anew after a fork."""
+"""Threads that fetch, check and decode: one bounded pool a process and size, made on first use."""
 
 from __future__ import annotations
 

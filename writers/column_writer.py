@@ -15,9 +15,19 @@ import numpy as np
 import numpy.typing as npt
 
 from hsfmt import layout
-from hsfmt.columns import STATES, Column, column_chunk_rows, fitted_shard_rows, max_shard_rows, state_chunk_rows
+from hsfmt.columns import (
+    MAX_CHUNK_NBYTES,
+    STATES,
+    Column,
+    column_chunk_rows,
+    fitted_shard_rows,
+    max_shard_rows,
+    parse_column,
+    state_chunk_rows,
+)
 from hsfmt.digests import FileHasher
 from hsfmt.dtypes import dtype
+from hsfmt.errors import UsageError
 from hsfmt.manifest import FileEntry
 from hsfmt.storage import ObjectWriter, Store
 from hsfmt.writers.pipeline import Encoded, OutputThread, Pipeline
@@ -62,7 +72,7 @@ class ColumnPlan:
 
 @dataclass(frozen=True, slots=True)
 class GridOptions:
-    """Sizes that a caller may ask for, in tokens; None takes the preferred ones. For small samples, and for tests."""
+    """Sizes that a caller may ask for, in rows; None takes the preferred ones. For small samples, and for tests."""
 
     chunk_tokens: int | None = None
     shard_tokens: int | None = None
@@ -71,19 +81,31 @@ class GridOptions:
 def plan_column(
     name: str, kind: str, dtype_name: str, row_shape: tuple[int, ...], codec: str, grid: GridOptions
 ) -> ColumnPlan:
-    """Choose chunk and shard sizes (rules LAY-5, LAY-6)."""
+    """Choose chunk and shard sizes (rules LAY-5, LAY-6).
+
+    Raises
+    ------
+    UsageError, FormatError
+        Sizes that the format does not have: no writer may commit what no reader takes.
+    """
+    for option, rows in (("chunk_tokens", grid.chunk_tokens), ("shard_tokens", grid.shard_tokens)):
+        if rows is not None and (not isinstance(rows, int) or rows < 1):
+            raise UsageError.at(option, expected="a positive number of tokens", got=repr(rows)[:60])
     itemsize = dtype(dtype_name).itemsize
     row_nbytes = math.prod(row_shape) * itemsize
-    if grid.chunk_tokens is not None:
-        chunk_rows = grid.chunk_tokens
-    elif name == STATES:
-        chunk_rows = state_chunk_rows(row_shape[1], itemsize)
+    if name == STATES:
+        chunk_rows = grid.chunk_tokens or state_chunk_rows(row_shape[1], itemsize)
+    elif grid.chunk_tokens is not None:
+        # The size was chosen with the states in mind: other columns follow it as far as their rows allow.
+        chunk_rows = min(grid.chunk_tokens, max(1, MAX_CHUNK_NBYTES // row_nbytes))
     else:
         chunk_rows = column_chunk_rows(row_nbytes)
     shard_rows = max_shard_rows(chunk_rows, row_nbytes)
     if grid.shard_tokens is not None:
         shard_rows = min(shard_rows, chunk_rows * max(1, grid.shard_tokens // chunk_rows))
-    return ColumnPlan(name, kind, dtype_name, row_shape, codec, chunk_rows, shard_rows)
+    plan = ColumnPlan(name, kind, dtype_name, row_shape, codec, chunk_rows, shard_rows)
+    parse_column(name, plan.column(1).to_json(), f"column {name}")
+    return plan
 
 
 class ColumnWriter:
@@ -119,7 +141,7 @@ class ColumnWriter:
         n, start = len(planes[0]), 0
         while start < n:
             if self._buffer is None:
-                self._buffer = self._take_buffer()
+                self._buffer = self._free.pop() if self._free else self._new_buffer()
             count = min(n - start, self.plan.chunk_rows - self._filled)
             for plane, rows in enumerate(planes):
                 self._buffer[plane, self._filled : self._filled + count] = rows[start : start + count]
@@ -147,17 +169,13 @@ class ColumnWriter:
         if self._shard is not None:
             self._shard.abort()
 
-    def _take_buffer(self) -> Array:
-        nbytes = math.prod(self._buffer_shape) * dtype(self.plan.dtype_name).itemsize
-        self._pipeline.budget.acquire(nbytes)
-        try:
-            return self._free.pop()
-        except IndexError:
-            return np.empty(self._buffer_shape, dtype(self.plan.dtype_name).storage)
+    def _new_buffer(self) -> Array:
+        return np.empty(self._buffer_shape, dtype(self.plan.dtype_name).storage)
 
     def _flush(self) -> None:
         buffer, self._buffer, self._filled = self._buffer, None, 0
         assert buffer is not None
+        self._pipeline.budget.acquire(buffer.nbytes)
         futures = [self._pipeline.encode(self.plan.codec, chunk) for chunk in buffer]
         self._output.submit(lambda: self._write(futures), lambda: self._give_back(buffer, futures))
 

@@ -7,19 +7,14 @@ from __future__ import annotations
 
 import logging
 import os
-import platform
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from datetime import UTC, datetime
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, Self
 
-import numpy as np
-import numpy.typing as npt
-
-import hsfmt
-from hsfmt import canonical, layout
+from hsfmt import layout
 from hsfmt.catalog import committed_parts, ensure_dataset
 from hsfmt.codecs import check_codec
 from hsfmt.errors import DuplicateSampleError, NonFiniteError, SampleError, UsageError, WriterClosedError
@@ -27,18 +22,19 @@ from hsfmt.header import Header, Identity, make_header
 from hsfmt.idset import CommittedIds, IdSet
 from hsfmt.sealing import seal as seal_dataset
 from hsfmt.storage import open_store
-from hsfmt.tables import pack_strings
 from hsfmt.writers.column_writer import GridOptions
-from hsfmt.writers.extras import Extra, extra_values, parse_extras
-from hsfmt.writers.part_writer import PartSettings, PartWriter, iter_ids
+from hsfmt.writers.commit_thread import CommitThread
+from hsfmt.writers.extras import Extra, check_scale, extra_values, parse_extras, with_scale
+from hsfmt.writers.part_writer import PartSettings, PartWriter
 from hsfmt.writers.pipeline import Pipeline
-from hsfmt.writers.samples import check_id, make_sample, scan
+from hsfmt.writers.producer import full_producer
+from hsfmt.writers.samples import check_id, check_reason, check_source_index, make_sample, scan
 
 _log = logging.getLogger("hsfmt")
 GIB = 1 << 30
 MIB = 1 << 20
-
-_Packed = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]
+# A part ends before its index or manifest comes near the largest that readers take.
+_MAX_PART_TABLE_NBYTES = 256 * MIB
 
 
 class DatasetWriter:
@@ -127,10 +123,8 @@ class DatasetWriter:
     ) -> None:
         _choice("on_duplicate", on_duplicate, ("error", "skip"))
         _choice("nonfinite", nonfinite, ("raise", "hole", "keep"))
-        declared = parse_extras(extras)
         if str(dtype).removeprefix("torch.") == "float8_e4m3fn":
             scaling = scaling or {"column": "hidden_states_scale", "rule": "bfloat16_product"}
-            declared.setdefault(scaling["column"], Extra("token", "float32"))
         wanted = make_header(
             layers=layers,
             hidden_size=hidden_size,
@@ -141,11 +135,12 @@ class DatasetWriter:
             scaling=scaling,
         )
         grid = GridOptions(chunk_tokens, shard_tokens)
+        columns = with_scale(parse_extras(extras), wanted)
+        settings = PartSettings(wanted, check_codec(codec, "codec"), columns, grid, full_producer(producer, codec))
+        settings.plans()  # refused before anything is created
         self._store = open_store(url, storage_options)
         self._header = ensure_dataset(self._store, wanted)
-        self._settings = PartSettings(
-            self._header, check_codec(codec, "codec"), dict(sorted(declared.items())), grid, _producer(producer, codec)
-        )
+        self._settings = replace(settings, header=self._header)
         self._part_nbytes, self._part_seconds = part_nbytes, part_seconds
         self._on_duplicate, self._nonfinite, self._seal = on_duplicate, nonfinite, seal
         self._part_names = part_names
@@ -156,9 +151,7 @@ class DatasetWriter:
         self._next_index: int | None = None
         self._part: PartWriter | None = None
         self._timer: threading.Timer | None = None
-        self._finisher = ThreadPoolExecutor(1, thread_name_prefix="hsfmt-commit")
-        self._finishing: list[Future[None]] = []
-        self._durable: list[_Packed] = []
+        self._commits = CommitThread(self._store.url)
         self._pid = os.getpid()
         self._closed = False
         self._failure: BaseException | None = None
@@ -220,6 +213,7 @@ class DatasetWriter:
         StorageError
             Writing failed, now or earlier; what was not committed is lost, and the writer is closed.
         """
+        self._check_process()
         with self._lock:
             self._check_usable()
             check_id(sample_id)
@@ -231,17 +225,18 @@ class DatasetWriter:
                     remedy='skip it (on_duplicate="skip") or give it another id',
                 )  # fmt: skip
             sample = make_sample(self._header, sample_id, input_ids, hidden_states, loss_mask, metadata)
+            given_index = check_source_index(source_index)
             values = extra_values(self._settings.extras, extras, sample.n_tokens, f"sample {sample_id!r}")
             content, bad = scan(sample, self._header, count_nonfinite=self._nonfinite != "keep")
+            bad += check_scale(self._header, values, sample_id, count_nonfinite=self._nonfinite != "keep")
             if bad:
                 return self._refuse_nonfinite(sample_id, bad, sample.n_tokens)
             part = self._open_part()
             with self._failing():
-                part.add(sample, content, self._take_index(source_index), values)
+                part.add(sample, content, self._take_index(given_index), values)
             part.holes.pop(sample_id, None)
             self._pending.add(sample_id)
-            if part.nbytes >= self._part_nbytes:
-                self._roll()
+            self._roll_if_full(part)
             return True
 
     def hole(self, sample_id: str, reason: str) -> None:
@@ -252,15 +247,18 @@ class DatasetWriter:
         SampleError
             The id or the reason is no text, or the id was written by this writer.
         """
+        self._check_process()
         with self._lock:
             self._check_usable()
             check_id(sample_id)
-            _check_reason(sample_id, reason)
+            check_reason(sample_id, reason)
             if sample_id in self._pending:
                 raise SampleError.at(
                     f"hole {sample_id!r}", expected="an id that was not written", got="a written sample"
                 )
-            self._open_part().holes[sample_id] = reason
+            part = self._open_part()
+            part.add_hole(sample_id, reason)
+            self._roll_if_full(part)
 
     def commit(self) -> list[str]:
         """End the open part and wait until all parts are durable.
@@ -275,16 +273,14 @@ class DatasetWriter:
         StorageError
             Something could not be made durable; the ids that were durable before stay so.
         """
+        self._check_process()
         with self._lock:
-            self._check_usable()
-            self._roll()
-            with self._failing():
-                self._wait()
-            packed, self._durable = self._durable, []
-            return [sample_id for ids in packed for sample_id in iter_ids(ids)]
+            self._commit_all()
+            return self._commits.take_ids()
 
     def committed_ids(self) -> CommittedIds:
         """Return the set-like view of all ids that are durable in the dataset now, other writers' included."""
+        self._check_process()
         with self._lock:
             ids = self._ids()
             ids.refresh()
@@ -300,13 +296,14 @@ class DatasetWriter:
         WriterClosedError
             Writing failed before, so that samples that were accepted are not in the dataset.
         """
+        self._check_process()
         with self._lock:
             if self._failure is not None:
                 self._check_usable()
             if self._closed:
                 return
             try:
-                self.commit()
+                self._commit_all()
             finally:
                 self._shutdown()
             if not committed_parts(self._store):
@@ -318,6 +315,8 @@ class DatasetWriter:
 
     def abort(self) -> None:
         """Close without committing the open part; parts that ended by size or age before are waited for."""
+        if os.getpid() != self._pid:
+            return  # a forked child that unwinds must not remove its parent's files
         with self._lock:
             if self._closed:
                 return
@@ -344,12 +343,11 @@ class DatasetWriter:
         return self._committed
 
     def _take_index(self, given: int | None) -> int:
-        if given is not None:
-            return int(given)
         if self._next_index is None:
             self._next_index = self._ids().next_source_index
-        self._next_index += 1
-        return self._next_index - 1
+        index = self._next_index if given is None else given
+        self._next_index = max(self._next_index, index + 1)
+        return index
 
     def _refuse_nonfinite(self, sample_id: str, bad: int, n_tokens: int) -> bool:
         got = f"{bad} NaN or Inf values in {n_tokens} tokens"
@@ -361,7 +359,11 @@ class DatasetWriter:
 
     def _open_part(self) -> PartWriter:
         if self._part is None:
-            self._part = PartWriter(self._store, self._part_names(), self._settings, self._pipeline)
+            name = layout.check_part_name(self._part_names(), "part_names")
+            if self._store.size(layout.manifest_path(name)) is not None:
+                # Its files would be replaced in place before the manifest could be refused.
+                raise UsageError.at("part_names", expected="a new part name", got=f"{name}, which is committed")
+            self._part = PartWriter(self._store, name, self._settings, self._pipeline)
             if self._part_seconds is not None:
                 self._timer = threading.Timer(self._part_seconds, self._age_out, [self._part])
                 self._timer.daemon = True
@@ -379,19 +381,24 @@ class DatasetWriter:
         if self._timer is not None:
             self._timer.cancel()
         if part is not None and (part.n_samples or part.holes):
-            self._finishing.append(self._finisher.submit(self._finish, part))
+            self._commits.submit(part)
 
-    def _finish(self, part: PartWriter) -> None:
-        manifest = part.finish()
-        packed = pack_strings(part.ids)
-        _log.info("%s: committed part %s: %s", self.url, manifest.part, manifest.counts)
-        # Only appends, each atomic: this thread must not wait for the writer's lock, whose holder may wait for it.
-        self._durable.append(packed)
+    def _roll_if_full(self, part: PartWriter) -> None:
+        if part.nbytes >= self._part_nbytes or part.table_nbytes >= _MAX_PART_TABLE_NBYTES:
+            self._roll()
+            with self._failing():
+                self._commits.limit()
 
-    def _wait(self) -> None:
-        while self._finishing:
-            self._finishing[0].result()
-            self._finishing.pop(0)
+    def _commit_all(self) -> None:
+        self._check_usable()
+        self._roll()
+        with self._failing():
+            self._commits.wait()
+
+    def _check_process(self) -> None:
+        # Before the lock is asked for: a thread that was left behind in the parent may have held it during the fork.
+        if os.getpid() != self._pid:
+            raise UsageError.at(self.url, expected="use in the process that opened it", got="another process (fork)")
 
     def _check_usable(self) -> None:
         if self._closed:
@@ -400,65 +407,29 @@ class DatasetWriter:
                 self.url, expected="an open writer", got="one that was closed or failed", remedy=remedy
             )
             raise error from self._failure
-        if os.getpid() != self._pid:
-            raise UsageError.at(self.url, expected="use in the process that opened it", got="another process (fork)")
         with self._failing():
             if self._part is not None:
                 self._part.check()
-            while self._finishing and self._finishing[0].done():
-                self._finishing[0].result()
-                self._finishing.pop(0)
+            self._commits.check()
 
-    def _failing(self) -> _Failing:
-        return _Failing(self)
-
-    def fail(self, error: BaseException) -> None:
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
         """Close after an error that leaves the open part incomplete."""
-        self._failure = error
-        self.abort()
+        try:
+            yield
+        except BaseException as error:
+            self._failure = error
+            self.abort()
+            raise
 
     def _shutdown(self) -> None:
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
-        self._finisher.shutdown(wait=True)
+        self._commits.close()
         self._pipeline.close()
-
-
-class _Failing:
-    """Closes the writer when its block raises."""
-
-    def __init__(self, writer: DatasetWriter) -> None:
-        self._writer = writer
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None:
-            self._writer.fail(error)
 
 
 def _choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise UsageError.at(name, expected=f"one of {', '.join(choices)}", got=repr(value))
-
-
-def _check_reason(sample_id: str, reason: object) -> None:
-    if not isinstance(reason, str) or not reason:
-        raise SampleError.at(f"hole {sample_id!r}", expected="a reason", got=repr(reason)[:100])
-    canonical.dumps(reason)  # refuses lone surrogates
-
-
-def _producer(given: Mapping[str, Any] | None, codec: str) -> dict[str, Any]:
-    """Return what the parts of this run say about it: the caller's members, and ours."""
-    producer = {
-        "codec": codec,
-        "host": platform.node(),
-        "library": f"hsfmt {hsfmt.__version__}",
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        **(given or {}),
-    }
-    canonical.dumps(producer)
-    return producer

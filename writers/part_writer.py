@@ -18,16 +18,18 @@ import numpy.typing as npt
 
 from hsfmt import digests, layout
 from hsfmt.columns import IDS, MASK, STATES, Column
-from hsfmt.errors import CorruptionError, HsfmtError, StorageError
+from hsfmt.errors import CorruptionError, FormatError, HsfmtError, StorageError
 from hsfmt.header import Header
 from hsfmt.index import PartIndex
-from hsfmt.manifest import Counts, FileEntry, PartManifest, implied_documents
+from hsfmt.manifest import MAX_MANIFEST_NBYTES, Counts, FileEntry, PartManifest, implied_documents, parse_manifest
 from hsfmt.storage import Store
-from hsfmt.tables import pack_strings
-from hsfmt.writers.column_writer import ColumnWriter, GridOptions, plan_column
+from hsfmt.tables import MAX_TABLE_NBYTES, pack_strings
+from hsfmt.writers.column_writer import ColumnPlan, ColumnWriter, GridOptions, plan_column
 from hsfmt.writers.extras import Extra, ExtraValue, digest_extras
 from hsfmt.writers.pipeline import OutputThread, Pipeline
 from hsfmt.writers.samples import Sample
+
+_TABLE_ROW_NBYTES = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,23 @@ class PartSettings:
     extras: Mapping[str, Extra]
     grid: GridOptions
     producer: Mapping[str, Any]
+
+    def plans(self) -> list[ColumnPlan]:
+        """Return what the columns will be.
+
+        Raises
+        ------
+        UsageError, FormatError
+            The format has no such column.
+        """
+        header = self.header
+        columns = {
+            STATES: ("token", header.dtype, (header.n_layers, header.hidden_size)),
+            IDS: ("token", "int32", ()),
+            MASK: ("token", "uint8", ()),
+            **{name: (extra.kind, extra.dtype, extra.shape) for name, extra in self.extras.items()},
+        }
+        return [plan_column(name, *column, self.codec, self.grid) for name, column in columns.items()]
 
 
 @dataclass(slots=True)
@@ -58,29 +77,25 @@ class _Rows:
 
 
 class PartWriter:
-    """An open part. `add` and `hole` from one thread at a time; `finish` once, from any thread."""
+    """An open part. `add` and `add_hole` from one thread at a time; `finish` once, from any thread.
+
+    `nbytes` are the raw bytes of its states, `table_nbytes` about those of its sample table and holes.
+    """
 
     def __init__(self, store: Store, part: str, settings: PartSettings, pipeline: Pipeline) -> None:
         self.part = part
         self.started = time.monotonic()
         self.holes: dict[str, str] = {}
         self.nbytes = 0
+        self.table_nbytes = 0
         self._store = store
         self._settings = settings
+        self._written: list[str] = []
+        self._committing = False
         self._output = OutputThread()
         self._rows = _Rows(valid={name: [] for name in settings.extras}, ragged=_ragged(settings.extras))
-        header = settings.header
-        plans = {
-            STATES: ("token", header.dtype, (header.n_layers, header.hidden_size)),
-            IDS: ("token", "int32", ()),
-            MASK: ("token", "uint8", ()),
-            **{name: (extra.kind, extra.dtype, extra.shape) for name, extra in settings.extras.items()},
-        }
         self._columns = {
-            name: ColumnWriter(
-                plan_column(name, *plan, settings.codec, settings.grid), store, part, pipeline, self._output
-            )
-            for name, plan in plans.items()
+            plan.name: ColumnWriter(plan, store, part, pipeline, self._output) for plan in settings.plans()
         }
 
     @property
@@ -124,6 +139,13 @@ class PartWriter:
         rows.content.append(content)
         rows.extra.append(digest_extras(sample.meta, self._settings.extras, extras))
         self.nbytes += sum(layer.nbytes for layer in sample.layers)
+        self.table_nbytes += len(rows.ids[-1]) + len(sample.meta) + _TABLE_ROW_NBYTES
+
+    def add_hole(self, sample_id: str, reason: str) -> None:
+        """Record a sample that failed."""
+        self.holes[sample_id] = reason
+        # A manifest may take a sixteenth of what an index may, and its JSON up to six bytes a character.
+        self.table_nbytes += 16 * (len(sample_id.encode()) + len(reason.encode()) + _TABLE_ROW_NBYTES)
 
     def finish(self, replaces: Mapping[str, str] | None = None) -> PartManifest:
         """Make the part durable and commit it.
@@ -145,15 +167,21 @@ class PartWriter:
             raise
 
     def abort(self) -> None:
-        """Commit nothing, and remove what was written as far as the storage lets us."""
+        """Commit nothing, and remove what was written as far as the storage lets us.
+
+        Once the manifest may be there nothing is removed: a failure at that point does not say whether it is.
+        """
         with suppress(BaseException):
             self._output.finish()
         for column in self._columns.values():
             with suppress(HsfmtError):
                 column.abort()
-            for entry in column.files:
-                with suppress(HsfmtError):
-                    self._store.remove(entry.path)
+        if self._committing:
+            return
+        shards = [entry.path for column in self._columns.values() for entry in column.files]
+        for path in [*shards, *self._written]:
+            with suppress(HsfmtError):
+                self._store.remove(path)
 
     def _commit(self, replaces: Mapping[str, str]) -> PartManifest:
         manifest = self._write_files(replaces) if self.n_samples else self._manifest({}, [], replaces)
@@ -162,7 +190,13 @@ class PartWriter:
             if size != entry.nbytes:
                 raise StorageError.at(entry.path, expected=f"{entry.nbytes} bytes before the commit", got=f"{size}")
         path = layout.manifest_path(self.part)
-        if not self._store.create(path, manifest.to_bytes()):
+        data = manifest.to_bytes()
+        # What this library could not read back must never count as committed.
+        parse_manifest(data, self.part, path)
+        if len(data) > MAX_MANIFEST_NBYTES:
+            raise FormatError.at(path, expected=f"at most {MAX_MANIFEST_NBYTES} bytes", got=f"{len(data)}")
+        self._committing = True
+        if not self._store.create(path, data):
             raise CorruptionError.at(path, expected="no such part", got="a manifest of that name")
         self._store.sync([layout.MANIFESTS])
         return manifest
@@ -178,7 +212,11 @@ class PartWriter:
             columns[name], tables[name] = writer.finish()
             files += writer.files
         index = self._index(tables).to_bytes(self.part)
+        if len(index) > MAX_TABLE_NBYTES:
+            where = layout.index_path(self.part)
+            raise FormatError.at(where, expected=f"at most {MAX_TABLE_NBYTES} bytes", got=f"{len(index)}")
         for path, data in (*implied_documents(self.part, columns).items(), (layout.index_path(self.part), index)):
+            self._written.append(path)
             self._store.write(path, data)
             files.append(FileEntry(path, len(data), digests.digest(data)))
         self._store.sync(sorted({entry.path.rpartition("/")[0] for entry in files}))

@@ -30,7 +30,10 @@ def encode_chunk(codec: str, chunk: npt.NDArray[np.generic]) -> Encoded:
 
 
 class ByteBudget:
-    """A bound on bytes in flight; one request above it is let through alone, so that nothing blocks for ever."""
+    """A bound on bytes in flight; one request above the bound is let through alone.
+
+    What is acquired must be on its way to the disk already: bytes that wait for more samples would block for ever.
+    """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit

@@ -5,10 +5,11 @@ Spec: rules SMP-1 to SMP-7. torch is never imported here: a tensor brings its ow
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,7 @@ import numpy.typing as npt
 from hsfmt import canonical
 from hsfmt.digests import SampleHasher
 from hsfmt.dtypes import DType, dtype
-from hsfmt.errors import SampleError
+from hsfmt.errors import FormatError, SampleError
 from hsfmt.header import Header
 from hsfmt.index import MAX_ID_NBYTES, MAX_META_NBYTES
 
@@ -122,6 +123,42 @@ def check_id(sample_id: object) -> str:
     return sample_id
 
 
+def check_reason(sample_id: str, reason: object) -> None:
+    """Refuse a hole's reason that is no text.
+
+    Raises
+    ------
+    SampleError
+        It is not a string of Unicode text, or empty.
+    """
+    if not isinstance(reason, str) or not reason or not _is_unicode(reason):
+        raise SampleError.at(f"hole {sample_id!r}", expected="a reason", got=ascii(reason)[:100])
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def check_source_index(value: object) -> int | None:
+    """Return the place in the default order that a caller gave, None for none.
+
+    Raises
+    ------
+    SampleError
+        Not an integer from 0 to 2**62 - 1, so that those that follow fit too.
+    """
+    if value is None:
+        return None
+    good = not isinstance(value, bool) and isinstance(value, SupportsIndex)
+    if not good or not 0 <= operator.index(value) < 2**62:  # type: ignore[arg-type]
+        raise SampleError.at("source_index", expected="an integer from 0 to 2**62 - 1", got=repr(value)[:100])
+    return operator.index(value)  # type: ignore[arg-type]
+
+
 def scan(sample: Sample, header: Header, *, count_nonfinite: bool) -> tuple[bytes, int]:
     """Return (content digest, number of NaN and Inf values) in one pass; 0 when they are not counted."""
     element = dtype(header.dtype)
@@ -159,7 +196,7 @@ def patterns(value: Any, element: DType, where: str) -> Array:
     name = array.dtype.name
     if name == element.name:
         if name in ("bfloat16", "float8_e4m3fn"):
-            return array.view(element.storage)
+            return array.astype(array.dtype.newbyteorder("<"), copy=False).view(element.storage)
         return array.astype(element.storage, copy=False)
     if element.name in ("bfloat16", "float8_e4m3fn") and array.dtype == np.dtype(f"u{element.itemsize}"):
         return array.astype(element.storage, copy=False)
@@ -237,7 +274,10 @@ def _mask(value: Any, n_tokens: int, where: str) -> npt.NDArray[np.uint8]:
 def _metadata(value: Mapping[str, Any] | None, where: str) -> bytes:
     if value is not None and not isinstance(value, Mapping):
         raise SampleError.at(f"{where}: metadata", expected="a mapping", got=type(value).__name__)
-    data = canonical.dumps_metadata(dict(value or {}))
+    try:
+        data = canonical.dumps_metadata(dict(value or {}))
+    except FormatError as error:
+        raise SampleError(replace(problem, where=f"{where}: metadata") for problem in error.problems) from None
     if len(data) > MAX_META_NBYTES:
         raise SampleError.at(f"{where}: metadata", expected=f"at most {MAX_META_NBYTES} bytes", got=f"{len(data)}")
     return data

@@ -49,9 +49,10 @@ class Folder:
     strays: tuple[Stray, ...]
 
 
-def natural_key(path: str) -> tuple[tuple[str | int, ...], str]:
-    """Sort key that counts: data_2 before data_10. Equal numbers fall back on the bytes (data_1 and data_01)."""
-    return tuple(int(part) if i % 2 else part for i, part in enumerate(_DIGITS.split(path))), path
+def natural_key(path: str) -> tuple[tuple[tuple[str | int, ...], ...], str]:
+    """Sort key that counts, folder by folder: data_2 before data_10. Equal numbers fall back on the text."""
+    names = path.split("/")
+    return tuple(tuple(int(p) if i % 2 else p for i, p in enumerate(_DIGITS.split(name))) for name in names), path
 
 
 def stem(path: str) -> str:

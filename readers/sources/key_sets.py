@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hsfmt.readers.sources.torch_states import is_tensor
+from hsfmt.readers.sources.torch_states import batched, is_tensor
 
 if TYPE_CHECKING:
     from hsfmt.readers.sources.torch_record import Record
@@ -75,10 +75,8 @@ def says_all_layers(record: Record) -> bool:
     if not is_tensor(states):
         return True
     ids = record.entries.get("input_ids", record.entries.get("token_ids"))
-    n_tokens = ids.numel() if is_tensor(ids) else len(ids) if isinstance(ids, list | tuple) else -1
-    unbatched = states[0] if states.ndim == 4 and states.shape[0] == 1 else states
-    # [1, T, W] is a batch axis, not a layer axis, unless there is one token only.
-    return unbatched.ndim == 3 and unbatched.shape[0] == n_tokens and states.shape[:2] != (1, 1)
+    n_tokens = ids.numel() if is_tensor(ids) else len(ids) if isinstance(ids, list | tuple) else 0
+    return batched(states, n_tokens).ndim == 3
 
 
 def programs_of(record: Record) -> tuple[Program, ...]:

@@ -116,12 +116,12 @@ class SpeculatorsSource(Source):
             input_ids = self._rows.input_ids(row)
             connector_file.check_same_ids(sample.input_ids, input_ids, item.key, f"Arrow row {row}")
             sample.loss_mask = self._rows.loss_mask(row, len(input_ids))
+            sample.metadata = {"row": row, **self._rows.other_values(row)}
         except SourceError as error:
             raise SourceError(
                 problem if problem.where.startswith(item.key) else _in_file(problem, item.key)
                 for problem in error.problems
             ) from error
-        sample.metadata = {"row": row, **self._rows.other_values(row)}
         return sample
 
 

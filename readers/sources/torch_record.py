@@ -185,12 +185,12 @@ def read_sample(record: Record, roles: KeyMap, sample_id: str, hidden_size: int)
     """
     input_ids = token_ids(record, roles)
     n_tokens = len(input_ids)
+    blocks = state_blocks(record, roles, n_tokens, hidden_size=hidden_size)
     mask = None
     if roles.loss_mask is not None:
         values = row_values(record.entry(roles.loss_mask), record.at(roles.loss_mask), record.nbytes)
         mask = columns.loss_mask(values, n_tokens, record.at(roles.loss_mask))
     metadata = _metadata(record, roles, n_tokens)
-    blocks = state_blocks(record, roles, n_tokens, hidden_size=hidden_size)
     return SourceSample(sample_id, input_ids, stack_layers(blocks, record.where), mask, metadata)
 
 

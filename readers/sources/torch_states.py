@@ -78,8 +78,9 @@ def row_values(value: Any, where: str, file_nbytes: int) -> NDArray[Any]:
 
 def batched(tensor: torch.Tensor, n_tokens: int) -> torch.Tensor:
     """Drop a leading batch axis of 1: [1, token, …]."""
-    # [1, 1, W] may be [token, layer, hidden] just as well: both read the same once W is split.
-    return tensor[0] if tensor.ndim >= 3 and tensor.shape[:2] == (1, n_tokens) else tensor
+    # With one token, [1, 1, W] may be [token, layer, hidden] just as well: both read the same once W is split.
+    is_batch = tensor.ndim >= 3 and tensor.shape[0] == 1 and (n_tokens != 1 or tensor.shape[1] == 1)
+    return tensor[0] if is_batch else tensor
 
 
 def split_layers(

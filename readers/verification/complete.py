@@ -137,7 +137,7 @@ def check_unexpected(
     for path in listing:
         if path in known:
             continue
-        part = _part_of(path)
+        part = part_of_path(path)
         if path.endswith(".tmp"):
             findings.add("info", "temporary", path, expected="no temporary file", got=f"{listing[path]} bytes")
         elif part is not None and part not in committed:
@@ -157,8 +157,8 @@ def check_unexpected(
         findings.error("unexpected", group, expected="nothing that no manifest or snapshot names", got=got)
 
 
-def _part_of(path: str) -> str | None:
-    """Return the part whose folder, or index, or snapshot-to-be a path lies in."""
+def part_of_path(path: str) -> str | None:
+    """Return the part that an object belongs to by its path: one of its folder, or its index."""
     segments = path.split("/")
     name = None
     if segments[0] == "parts" and len(segments) > 2:

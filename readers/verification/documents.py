@@ -12,17 +12,10 @@ from hsfmt import layout, tables
 from hsfmt.digests import ALGORITHM
 from hsfmt.errors import CorruptionError, NotFoundError
 from hsfmt.header import MAX_HEADER_NBYTES, Header
+from hsfmt.pointer import MAX_POINTER_NBYTES, Pointer, parse_pointer
 from hsfmt.readers.verification.objects import read_twice
 from hsfmt.readers.verification.report import Findings
-from hsfmt.snapshot import (
-    MAX_POINTER_NBYTES,
-    Pointer,
-    Snapshot,
-    SnapshotIds,
-    parse_pointer,
-    parse_snapshot,
-    parse_snapshot_ids,
-)
+from hsfmt.snapshot import Snapshot, SnapshotIds, parse_snapshot, parse_snapshot_ids
 from hsfmt.storage import Store
 from hsfmt.zarr_metadata import group_document, parse_root
 
@@ -144,7 +137,7 @@ def check_headers(findings: Findings, root: Header | None, others: Mapping[str, 
         return
     wanted = root.digest()
     if len(distinct) == 1 and wanted not in distinct:
-        # The root's copy is the only one without a digest of its own: where all others agree, it is the one that changed.
+        # The root's copy alone has no digest of its own: where all others agree, it is the one that changed.
         expected = f"header {next(iter(distinct))}, as {len(others)} other documents have"
         got = f"{wanted}: {_differences(root, next(iter(others.values())))}"
         findings.error("header", layout.ROOT_METADATA, expected=expected, got=got)

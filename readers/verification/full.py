@@ -1,6 +1,7 @@
 """Tier full, a part's samples: every value decoded, every sample digest computed anew.
 
-Spec: rules VFY-7 to VFY-11, DIG-3, DIG-4. The digests are built here from the bytes, not by the functions that wrote them.
+Spec: rules VFY-7 to VFY-11, DIG-3, DIG-4. The digests are built here from the bytes, not by the functions that wrote
+them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class _SampleFaults:
 
     kinds: dict[tuple[str, str, str], list[tuple[int, str, str]]] = field(default_factory=dict)
 
-    def note(self, row: int, code: str, where: str, expected: str, got: str, severity: str = "error") -> None:  # noqa: PLR0913
+    def note(self, row: int, code: str, where: str, expected: str, got: str, severity: str = "error") -> None:
         self.kinds.setdefault((severity, code, where), []).append((row, expected, got))
 
     def report(self, context: PartContext) -> None:
@@ -87,7 +88,9 @@ class PartDecoder:
         whole &= self._add_states(state, row, start, stop)
         stored = self._index.content_digest[row].tobytes()
         if whole and state.digest() != stored:
-            self._faults.note(row, "content_digest", self._index_where("content_digest"), state.hexdigest(), stored.hex())
+            self._faults.note(
+                row, "content_digest", self._index_where("content_digest"), state.hexdigest(), stored.hex()
+            )
 
     def _add_ids(self, state: xxhash.xxh3_128, row: int, start: int, stop: int) -> bool:
         whole, negative = True, 0

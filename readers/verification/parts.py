@@ -103,7 +103,11 @@ def check_part(task: PartTask, advance: Advance = lambda _: None) -> PartOutcome
     manifest, nbytes = load_manifest(task.store, findings, task.part)
     if manifest is None:
         return PartOutcome(task.part, findings, counts)
-    counts.files, counts.samples, counts.tokens = len(manifest.files) + 1, manifest.counts.samples, manifest.counts.tokens
+    counts.files, counts.samples, counts.tokens = (
+        len(manifest.files) + 1,
+        manifest.counts.samples,
+        manifest.counts.tokens,
+    )
     context = PartContext(task.store, manifest, findings, counts, advance)
     check_sizes(context, task.sizes)
     if task.level == "quick" or not manifest.columns:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hsfmt import layout
-from hsfmt.errors import HsfmtError, NotFoundError
+from hsfmt.errors import HsfmtError
 from hsfmt.manifest import MAX_MANIFEST_NBYTES, PartManifest, parse_manifest
 from hsfmt.readers.verification.objects import read_twice
 from hsfmt.readers.verification.part_context import PartContext
@@ -28,7 +28,7 @@ def load_manifest(store: Store, findings: Findings, part: str) -> tuple[PartMani
 
 
 def check_sizes(context: PartContext, sizes: Mapping[str, int]) -> None:
-    """Compare the size of every listed file; a file missing from the listing, or of another size, is looked at again."""
+    """Compare the size of every listed file; one that is absent or of another size is looked at again."""
     for entry in context.manifest.files:
         nbytes: int | None = sizes.get(entry.path)
         if nbytes != entry.nbytes:
@@ -39,8 +39,7 @@ def check_sizes(context: PartContext, sizes: Mapping[str, int]) -> None:
                 context.unusable.add(entry.path)
                 continue
         if nbytes is None:
-            error = NotFoundError.at(entry.path, expected=f"a file of {entry.nbytes} bytes", got="nothing")
-            context.findings.raised(error, entry.path)
+            context.findings.error("missing", entry.path, expected=f"a file of {entry.nbytes} bytes", got="nothing")
             context.unusable.add(entry.path)
         elif nbytes != entry.nbytes:
             context.findings.error("size", entry.path, expected=f"{entry.nbytes} bytes", got=f"{nbytes} bytes")

@@ -190,7 +190,7 @@ class Findings:
 
     items: list[Finding] = field(default_factory=list)
 
-    def add(  # noqa: PLR0913  the members of a finding
+    def add(
         self, severity: str, code: str, where: str, *, expected: str, got: str, samples: Iterable[str] = ()
     ) -> None:
         """Add a finding with the remedy of its code."""

@@ -1,7 +1,7 @@
 """Decoding shards for verification: the footer index, every chunk's checksums, its decoding and its padding.
 
-Spec: rules VFY-7 to VFY-9, LAY-8, COD-4. Written against the spec alone: nothing of the writer's or the reader's decode path
-is used, only numcodecs, xxhash and crc32c.
+Spec: rules VFY-7 to VFY-9, LAY-8, COD-4. Written against the spec alone: nothing of the writer's or the reader's decode
+path is used, only numcodecs, xxhash and crc32c.
 """
 
 from __future__ import annotations
@@ -268,7 +268,9 @@ class _Shard:
         )
         if len(wrong):
             i = int(wrong[0])
-            expected = f"chunk {i} at byte {table[i, 0]}, {int(table[i, 1]) + _CRC_NBYTES} bytes, as the part index says"
+            expected = (
+                f"chunk {i} at byte {table[i, 0]}, {int(table[i, 1]) + _CRC_NBYTES} bytes, as the part index says"
+            )
             return expected, f"byte {entries[i, 0]}, {entries[i, 1]} bytes ({len(wrong)} entries differ)"
         if np.any(entries[present:] != np.uint64(_ABSENT)):
             return "absent entries (2^64-1) for chunks beyond the shape", "other entries"

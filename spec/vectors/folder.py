@@ -1,4 +1,4 @@
-"""Editing a dataset's files by hand, for vectors: no check of the library is in the way, all digests can be made good."""
+"""Editing a dataset's files by hand: no check of the library is in the way, and all digests can be made good."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ class Table:
         self.metadata = json.loads(self.header.pop("__metadata__")["hsfmt"])
         body = data[8 + size :]
         self.tensors = {
-            name: np.frombuffer(body[slice(*entry["data_offsets"])], _TYPES[entry["dtype"]]).reshape(entry["shape"]).copy()
+            name: np.frombuffer(body[slice(*entry["data_offsets"])], _TYPES[entry["dtype"]])
+            .reshape(entry["shape"])
+            .copy()
             for name, entry in self.header.items()
         }
 
@@ -75,7 +77,9 @@ class Folder:
 
     def files(self) -> dict[str, bytes]:
         """Return every file by path."""
-        return {p.relative_to(self.root).as_posix(): p.read_bytes() for p in sorted(self.root.rglob("*")) if p.is_file()}
+        return {
+            p.relative_to(self.root).as_posix(): p.read_bytes() for p in sorted(self.root.rglob("*")) if p.is_file()
+        }
 
     def json(self, path: str) -> Any:
         """Return a parsed document."""
@@ -153,7 +157,7 @@ class Folder:
         self.put_snapshot_index(table)
 
     def put_payload(self, part: str, column: str, k: int, payload: bytes) -> None:
-        """Replace a chunk's payload by another of the same length, in the first shard; crc32c and chunk digest made good."""
+        """Replace a chunk's payload in the first shard by one of its length; crc32c and chunk digest are made good."""
         table = self.index(part)
         chunks = table.tensors[f"chunks.{column}"]
         offset, nbytes, _ = (int(n) for n in chunks[k])

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import io
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import google_crc32c
 import numpy as np
-from folder import Folder, canonical, signed
+import xxhash
 
+from hsfmt.columns import parse_column
 from hsfmt.sealing import seal
 from hsfmt.writers.dataset_writer import DatasetWriter
 from hsfmt.writers.extras import Extra
+from hsfmt.zarr_metadata import array_document, shard_index
+from spec.vectors.folder import Folder, canonical, digest, signed
 
 HIDDEN = 4
 LAYERS = [1, 2, 4]
@@ -186,8 +192,7 @@ def uncommitted(root: Path) -> str:
     folder = Folder(root)
     manifest = folder / "hsfmt/manifests/p-two.json"
     manifest.rename(f"{manifest}.0123456789abcdef.tmp")
-    (folder / "hsfmt/manifests/README").write_bytes(b"not a manifest\n")
-    return "Files of a part without manifest, a temporary file and a foreign one among the manifests: all ignored"
+    return "Files of a part without manifest, and a temporary file among the manifests: all ignored"
 
 
 def unknown_members(root: Path) -> str:
@@ -195,17 +200,20 @@ def unknown_members(root: Path) -> str:
         put(w, "a", 3, 1)
     folder = Folder(root)
     header = {**folder.json("zarr.json")["attributes"]["hsfmt"], "format": "1.7", "colour": {"of": ["the", "data"]}}
-    (folder / "zarr.json").write_bytes(canonical({"attributes": {"hsfmt": header}, "node_type": "group", "zarr_format": 3}))
+    (folder / "zarr.json").write_bytes(
+        canonical({"attributes": {"hsfmt": header}, "node_type": "group", "zarr_format": 3})
+    )
     index = folder.index("p-one")
     index.tensors["novelty"] = np.arange(3, dtype=np.int64)
     index.metadata["novelty"] = 1
     folder.put_index("p-one", index)
     manifest = folder.manifest("p-one")
-    from folder import digest
-
     manifest |= {"header": header, "header_digest": digest(canonical(header)), "format": "1.7", "novelty": [1]}
+    for nested in (manifest["counts"], manifest["files"][0], manifest["columns"]["input_ids"]):
+        nested["novelty"] = "nested"
     folder.put_manifest("p-one", manifest)
     table = folder.snapshot_index()
+    table.metadata["counts"]["novelty"] = 1
     table.metadata |= {"header": header, "format": "1.7", "novelty": "x"}
     folder.put_snapshot_index(table)
     folder.make_good("p-one")
@@ -233,10 +241,6 @@ def attachment(root: Path) -> str:
     with writer(root, "p-one") as w:
         put(w, "a", 3, 1)
     folder = Folder(root)
-    import io
-
-    from folder import digest
-
     stream = io.BytesIO()
     np.save(stream, np.arange(4, dtype=np.int64))
     data = stream.getvalue()
@@ -251,10 +255,10 @@ def attachment(root: Path) -> str:
 
 def rewrite_header(folder: Folder, *, root_only: bool = False, **members: Any) -> None:
     """Change the header everywhere it is repeated."""
-    from folder import digest
-
     header = {**folder.json("zarr.json")["attributes"]["hsfmt"], **members}
-    (folder / "zarr.json").write_bytes(canonical({"attributes": {"hsfmt": header}, "node_type": "group", "zarr_format": 3}))
+    (folder / "zarr.json").write_bytes(
+        canonical({"attributes": {"hsfmt": header}, "node_type": "group", "zarr_format": 3})
+    )
     if root_only:
         return
     for path in sorted((folder / "hsfmt/manifests").glob("*.json")):
@@ -269,21 +273,15 @@ def rewrite_header(folder: Folder, *, root_only: bool = False, **members: Any) -
 
 def widen_ids(folder: Folder) -> None:
     """Store the token ids of p-one, one chunk, as int64."""
-    import struct
-
-    import google_crc32c
-    import xxhash
-
-    from hsfmt.columns import parse_column
-    from hsfmt.zarr_metadata import array_document, shard_index
-
     manifest, index = folder.manifest("p-one"), folder.index("p-one")
     entry = manifest["columns"]["input_ids"]
     wide = np.frombuffer(folder.payload("p-one", "input_ids", 0), "<i4").astype("<i8").tobytes()
     entry["dtype"] = "int64"
     column = parse_column("input_ids", entry, "column")
     index.tensors["chunks.input_ids"][:] = (0, len(wide), xxhash.xxh3_64_intdigest(wide))
-    shard = wide + struct.pack("<I", google_crc32c.value(wide)) + shard_index(column, 0, index.tensors["chunks.input_ids"])
+    shard = (
+        wide + struct.pack("<I", google_crc32c.value(wide)) + shard_index(column, 0, index.tensors["chunks.input_ids"])
+    )
     (folder / folder.shard("p-one", "input_ids")).write_bytes(shard)
     (folder / "parts/p-one/input_ids/zarr.json").write_bytes(array_document(column))
     folder.put_index("p-one", index)

@@ -135,7 +135,9 @@ def test_none_is_absent(adversarial, refused):
 
 
 def test_a_list_of_one_dict(adversarial):
-    source = adversarial("list_of_dict", SourceOptions(key_map=parse_key_map("aux=aux_hidden_states,last=hidden_state")))
+    source = adversarial(
+        "list_of_dict", SourceOptions(key_map=parse_key_map("aux=aux_hidden_states,last=hidden_state"))
+    )
     sample = source.load(source.items[0])
     assert sample.hidden_states.shape == (17, 4, 64)
     assert sample.loss_mask is None

@@ -1,0 +1,202 @@
+"""What a conversion did: where every source file ended, as text and as JSON. The counts add up."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from hsfmt.cli import units
+from hsfmt.cli.estimate import Estimate
+from hsfmt.cli.failures import json_problems, one_line
+from hsfmt.cli.slices import Tally
+from hsfmt.header import Header
+from hsfmt.readers.sources import Source
+from hsfmt.snapshot import Snapshot
+
+# What can become of an item.
+OUTCOMES = ("sample", "skipped", "hole", "failed", "not_reached")
+_SHOWN = 20
+
+
+@dataclass(slots=True)
+class Report:
+    """A conversion, planned or done.
+
+    Attributes
+    ----------
+    source, url, header
+        From what to where, and what the data means.
+    dry_run
+        Nothing was written.
+    outcomes
+        For each item of the source one of OUTCOMES.
+    reasons
+        Item number to reason, of holes.
+    tally
+        Figures of the samples written by this run.
+    estimate
+        What it was expected to take.
+    warnings
+        What the user should know.
+    n_parts, stored_nbytes
+        Parts that this run (or another one meanwhile) committed, and bytes of their files.
+    snapshot
+        The one sealed at the end, or None.
+    error
+        Why the conversion did not get to its end, or None.
+    """
+
+    source: Source
+    url: str
+    header: Header
+    dry_run: bool
+    outcomes: list[str]
+    reasons: dict[int, str] = field(default_factory=dict)
+    tally: Tally = field(default_factory=Tally)
+    estimate: Estimate | None = None
+    warnings: list[str] = field(default_factory=list)
+    snapshot: Snapshot | None = None
+    error: BaseException | None = None
+    n_parts: int = 0
+    stored_nbytes: int = 0
+    seconds: float = 0.0
+
+    def counts(self) -> dict[str, int]:
+        """Return the number of items by outcome."""
+        counts = Counter(self.outcomes)
+        assert set(counts) <= set(OUTCOMES)
+        assert len(self.outcomes) == len(self.source.items)
+        return {outcome: counts[outcome] for outcome in OUTCOMES}
+
+    def files(self) -> dict[str, int]:
+        """Return the number of source files by what became of them; each file of the folder is counted once."""
+        files = dict.fromkeys((*OUTCOMES, "support", "stray"), 0)
+        seen: set[str] = set()
+        for item, outcome in zip(self.source.items, self.outcomes, strict=True):
+            files[outcome] += len(item.paths)
+            seen.update(item.paths)
+        inside = [support.path for support in self.source.support if not support.path.startswith("../")]
+        files["support"], files["stray"] = len(inside), len(self.source.strays)
+        seen.update(inside, (stray.path for stray in self.source.strays))
+        assert sum(files.values()) == len(seen), "a source file is counted twice"
+        return {**files, "total": len(seen)}
+
+    def holes(self) -> list[dict[str, str]]:
+        """Return the holes, in the source's order."""
+        items = self.source.items
+        return [{"id": items[n].sample_id, "file": items[n].key, "reason": r} for n, r in sorted(self.reasons.items())]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as a JSON object."""
+        document: dict[str, Any] = {
+            "counts": self.counts(),
+            "dataset": self.url,
+            "dry_run": self.dry_run,
+            "estimate": asdict(self.estimate) | {"fits": self.estimate.fits} if self.estimate else None,
+            "files": self.files(),
+            "header": self.header.to_json(),
+            "holes": self.holes(),
+            "seconds": round(self.seconds, 3),
+            "snapshot": _snapshot_json(self.snapshot),
+            "source": {"format": self.source.name, "path": str(self.source.root)},
+            "strays": [asdict(stray) for stray in self.source.strays],
+            "support": [asdict(support) for support in self.source.support],
+            "warnings": self.warnings,
+            "written": {
+                "all_one_masks": self.tally.all_one,
+                "all_zero_masks": self.tally.all_zero,
+                "masks": self.tally.masks,
+                "parts": self.n_parts,
+                "raw_nbytes": self.tally.nbytes,
+                "samples": self.tally.samples,
+                "stored_nbytes": self.stored_nbytes,
+                "supervised_tokens": self.tally.supervised,
+                "tokens": self.tally.tokens,
+                "without_supervised_tokens": self.tally.unsupervised,
+            },
+        }
+        if self.error is not None:
+            document["error"] = json_problems(self.error)
+        return document
+
+    def text(self) -> str:
+        """Return the report for people."""
+        header = self.header
+        rows = [
+            ("source", f"{self.source.root} ({self.source.name})"),
+            ("dataset", self.url),
+            ("states", f"layers {','.join(map(str, header.layers))} of width {header.hidden_size}, {header.dtype}"),
+            ("final norm", header.final_norm),
+            ("samples", self._samples_text()),
+            ("files", self._files_text()),
+        ]
+        if self.dry_run and self.estimate is not None:
+            rows += _estimate_rows(self.estimate)
+        if not self.dry_run and self.tally.samples:
+            tally = self.tally
+            rate = units.nbytes(tally.nbytes / self.seconds) if self.seconds else "?"
+            rows.append(("tokens", f"{tally.tokens:,}, {tally.supervised:,} of them supervised"))
+            rows.append(("read", f"{units.nbytes(tally.nbytes)} of states in {units.seconds(self.seconds)}, {rate}/s"))
+        if not self.dry_run and self.n_parts:
+            rows.append(("stored", f"{units.nbytes(self.stored_nbytes)} in {units.counted(self.n_parts, 'part')}"))
+        if self.snapshot is not None:
+            rows.append(
+                ("snapshot", f"{self.snapshot.fingerprint}, {units.counted(self.snapshot.n_samples, 'sample')}")
+            )
+            rows.append(("content", self.snapshot.content_digest))
+        head = "dry run, nothing was written" if self.dry_run else "converted"
+        lines = [head if self.error is None or self.dry_run else "not finished", units.aligned(rows, "  ")]
+        lines += _listed("holes", [(hole["file"], hole["reason"]) for hole in self.holes()])
+        lines += _listed("files not read", [(stray.path, stray.reason) for stray in self.source.strays])
+        return "\n".join(lines)
+
+    def _samples_text(self) -> str:
+        words = {
+            "sample": "to write" if self.dry_run else "written",
+            "skipped": "there already",
+            "hole": "holes",
+            "failed": "failed",
+            "not_reached": "not reached",
+        }
+        counts = self.counts()
+        shown = [f"{counts[key]:,} {word}" for key, word in words.items() if counts[key] or key == "sample"]
+        return f"{', '.join(shown)}; {sum(counts.values()):,} in the source"
+
+    def _files_text(self) -> str:
+        files = self.files()
+        total = files.pop("total")
+        shown = [f"{n:,} {name.replace('_', ' ')}" for name, n in files.items() if n]
+        return f"{total:,}: {', '.join(shown)}"
+
+
+def _estimate_rows(estimate: Estimate) -> list[tuple[str, str]]:
+    how = "from the files' headers" if estimate.exact else "from the files' sizes"
+    ratio = f"at an assumed ratio of {estimate.ratio}" if estimate.ratio != 1 else "taken as incompressible"
+    free = "unknown" if estimate.free_nbytes is None else units.nbytes(estimate.free_nbytes)
+    return [
+        ("raw size", f"{units.nbytes(estimate.raw_nbytes)}, {how}"),
+        ("stored size", f"about {units.nbytes(estimate.stored_nbytes)}, {ratio}"),
+        ("free space", free if estimate.fits else f"{free}: NOT ENOUGH"),
+    ]
+
+
+def _listed(title: str, entries: list[tuple[str, str]]) -> list[str]:
+    if not entries:
+        return []
+    lines = [f"  {title}:"]
+    lines += [f"    {one_line(where)}: {one_line(reason)}" for where, reason in entries[:_SHOWN]]
+    if len(entries) > _SHOWN:
+        lines.append(f"    and {len(entries) - _SHOWN:,} more (--json lists all)")
+    return lines
+
+
+def _snapshot_json(snapshot: Snapshot | None) -> Mapping[str, Any] | None:
+    if snapshot is None:
+        return None
+    return {
+        "content_digest": snapshot.content_digest,
+        "counts": dict(snapshot.counts),
+        "fingerprint": snapshot.fingerprint,
+    }

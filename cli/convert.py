@@ -1,0 +1,115 @@
+"""`hsfmt convert`: turn a folder that another program wrote into a dataset."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from hsfmt.cli import conversion, units
+from hsfmt.cli.conversion_report import Report
+from hsfmt.cli.failures import dumps, exit_code, show
+from hsfmt.cli.options import json_option, layer_ids, quiet_option, size, workers_option
+from hsfmt.codecs import CODECS
+from hsfmt.header import NORMS
+from hsfmt.readers.sources import SOURCE_NAMES, SourceOptions, parse_key_map
+
+
+@click.command()
+@click.argument("src")
+@click.argument("dst")
+@click.option("--from", "from_", type=click.Choice(SOURCE_NAMES), help="Format of SRC. [default: found by looking]")
+@click.option(
+    "--layer-ids",
+    "layers",
+    metavar="IDS",
+    callback=layer_ids,
+    help="HF hidden_states indices of the stored layers, as 2,4,5,8.",
+)
+@click.option(
+    "--final-norm", type=click.Choice(NORMS), help="Whether the last state is before or after the final norm."
+)
+@click.option("--model", metavar="NAME", help="Model that made the states.")
+@click.option("--tokenizer", metavar="NAME", help="Tokenizer of the token ids.")
+@click.option("--map", "key_map", metavar="ROLE=KEY", multiple=True, help="Where the tensors are, for --from pt.")
+@click.option("--hidden-size", type=click.IntRange(1), metavar="N", help="Width of one state, to split [T, L*H].")
+@click.option("--model-config", metavar="PATH", help="The model's config.json, to tell its number of layers.")
+@click.option("--codec", type=click.Choice(CODECS), default="zstd", show_default=True, help="Lossless, or none.")
+@click.option(
+    "--part-size",
+    "part_nbytes",
+    metavar="SIZE",
+    callback=size,
+    default="32GiB",
+    show_default=True,
+    help="Raw bytes of a part.",
+)
+@workers_option("Processes that convert.")
+@click.option("--resume/--no-resume", default=True, help="Skip what is committed, or refuse a dataset with samples.")
+@click.option("--dry-run", is_flag=True, help="Say what would happen, with a size estimate; write nothing.")
+@click.option("--force", is_flag=True, help="Start although the estimate does not fit.")
+@click.option(
+    "--on-bad",
+    type=click.Choice(["raise", "hole"]),
+    default="raise",
+    show_default=True,
+    help="Stop at a file that can't be taken, or record a hole with its reason and go on.",
+)
+@click.option(
+    "--nonfinite", type=click.Choice(["raise", "hole", "keep"]), help="The same for NaN and Inf. [default: as --on-bad]"
+)
+@click.option("--seal/--no-seal", default=True, help="Make what is committed the current snapshot at the end.")
+@click.option("--expect", type=click.IntRange(1), metavar="N", help="Do not seal unless there are N samples.")
+@json_option
+@quiet_option
+@click.pass_context
+def command(
+    ctx: click.Context,
+    /,
+    *,
+    as_json: bool,
+    quiet: bool,
+    layers: tuple[int, ...] | None,
+    key_map: tuple[str, ...],
+    hidden_size: int | None,
+    model_config: str | None,
+    **request: Any,
+) -> None:
+    """Turn the folder SRC, which another program wrote, into the dataset DST.
+
+    Every file of SRC ends as a sample, a hole with its reason, a support file or a stray, and the report counts them.
+    Running the same command again goes on where an earlier run ended. What was committed stays, whatever happens.
+
+    Layer ids are HF hidden_states indices: 0 is the embeddings, k the output of decoder layer k-1. Layers and final
+    norm are asked for only where the format of SRC does not fix them.
+    """
+    options = SourceOptions(
+        key_map=parse_key_map(",".join(key_map)),
+        hidden_size=hidden_size,
+        layer_ids=layers,
+        model_config=model_config,
+    )
+    asked = conversion.Request(options=options, command=("hsfmt", *(ctx.find_root().obj or ())), **request)
+    report = conversion.run(conversion.plan(asked), show_progress=not (as_json or quiet))
+    _print(report, as_json=as_json)
+    ctx.exit(_exit_code(report))
+
+
+def _print(report: Report, *, as_json: bool) -> None:
+    if as_json:
+        click.echo(dumps(report.to_json()))
+    else:
+        click.echo(report.text())
+    for warning in report.warnings:
+        click.echo(f"warning: {warning}", err=True)
+    if report.error is not None:
+        show(report.error)
+        counts = report.counts()
+        n = counts["sample"] + counts["skipped"]
+        if counts["failed"] or counts["not_reached"]:
+            kept = f"{units.counted(n, 'sample')} committed, and kept; not sealed" if n else "nothing was committed"
+            click.echo(f"{kept}. Run the same command again to go on.", err=True)
+
+
+def _exit_code(report: Report) -> int:
+    return 0 if report.error is None else exit_code(report.error)

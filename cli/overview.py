@@ -1,0 +1,160 @@
+"""All that `hsfmt info` says of a dataset, gathered part by part in flat memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from hsfmt import canonical, digests
+from hsfmt.catalog import committed_parts, load_manifest, load_ref
+from hsfmt.cli.opening import Opened
+from hsfmt.columns import CORE_COLUMNS, STATES
+from hsfmt.index import PartIndex
+from hsfmt.manifest import PartManifest
+from hsfmt.snapshot import Snapshot
+
+# What differs from run to run of one producer, and would keep equal ones apart.
+_PER_RUN = ("started", "host")
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Figures over the parts of a snapshot."""
+
+    files: int = 0
+    raw: int = 0
+    stored: int = 0
+    states_raw: int = 0
+    states_stored: int = 0
+    holes: dict[str, str] = field(default_factory=dict)
+    retracted: list[str] = field(default_factory=list)
+    masks_given: int = 0
+    columns: dict[str, dict[str, Any]] = field(default_factory=dict)
+    producers: dict[bytes, dict[str, Any]] = field(default_factory=dict)
+
+    def add_manifest(self, manifest: PartManifest, nbytes: int) -> None:
+        self.files += len(manifest.files) + 1
+        self.stored += nbytes + sum(entry.nbytes for entry in manifest.files)
+        for name, column in manifest.columns.items():
+            raw = column.n_rows * column.row_nbytes
+            self.raw += raw
+            if name == STATES:
+                self.states_raw += raw
+                folder = f"parts/{manifest.part}/{name}/"
+                self.states_stored += sum(entry.nbytes for entry in manifest.files if entry.path.startswith(folder))
+            elif name not in CORE_COLUMNS:
+                self.columns[name] = {"dtype": column.dtype_name, "kind": column.kind, "shape": list(column.shape[1:])}
+        self.holes |= manifest.holes
+        shared = {key: value for key, value in manifest.producer.items() if key not in _PER_RUN}
+        entry = self.producers.setdefault(canonical.dumps(shared), {"parts": 0, "producer": shared, "runs": []})
+        entry["parts"] += 1
+        run = {key: manifest.producer[key] for key in _PER_RUN if key in manifest.producer}
+        if run not in entry["runs"]:
+            entry["runs"].append(run)
+
+
+def overview(opened: Opened) -> dict[str, Any]:
+    """Return the facts of a dataset as a JSON object.
+
+    Raises
+    ------
+    CorruptionError, NotFoundError
+        A manifest or an index is missing or not what the snapshot names.
+    """
+    snapshot, header = opened.snapshot, opened.snapshot.header
+    sums = _sums(opened)
+    counts = snapshot.counts
+    lengths = snapshot.n_tokens
+    same = int(snapshot.shadowed_same.sum())
+    return {
+        "columns": sums.columns,
+        "content_digest": snapshot.content_digest,
+        "files": sums.files,
+        "header": header.to_json(),
+        "holes": _open_holes(opened, sums),
+        "layers": [
+            {"decoder_layer_output": k - 1 if k else None, "hf_hidden_states_index": k, "position": i}
+            for i, k in enumerate(header.layers)
+        ],
+        "live": opened.is_live,
+        "masks_given": sums.masks_given,
+        "newer": None if opened.is_live else _newer(opened),
+        "parts": counts["parts"],
+        "producers": list(sums.producers.values()),
+        "raw_nbytes": sums.raw,
+        "retracted": counts["retracted"],
+        "samples": counts["samples"],
+        "sealed": opened.pointer.sealed if opened.pointer else None,
+        "shadowed": {"different": counts["shadowed"] - same, "same": same},
+        "snapshot": snapshot.fingerprint,
+        "states": {
+            "ratio": round(sums.states_raw / sums.states_stored, 4) if sums.states_stored else None,
+            "raw_nbytes": sums.states_raw,
+            "stored_nbytes": sums.states_stored,
+        },
+        "stored_nbytes": sums.stored,
+        "supervised_tokens": counts["supervised_tokens"],
+        "tokens": counts["tokens"],
+        "tokens_a_sample": _lengths(lengths),
+        "url": opened.store.url,
+        "without_supervised_tokens": int(np.count_nonzero(snapshot.n_supervised == 0)),
+    }
+
+
+def _lengths(lengths: Any) -> dict[str, int] | None:
+    if not len(lengths):
+        return None
+    return {"max": int(lengths.max()), "median": int(np.median(lengths)), "min": int(lengths.min())}
+
+
+def _sums(opened: Opened) -> _Sums:
+    sums, snapshot = _Sums(), opened.snapshot
+    served_first = np.argsort(snapshot.part, kind="stable")
+    starts = np.searchsorted(snapshot.part[served_first], np.arange(len(snapshot.parts) + 1))
+    for number, ref in enumerate(snapshot.parts):
+        loaded = load_ref(opened.store, ref, snapshot.header)
+        sums.add_manifest(loaded.manifest, ref.manifest_nbytes)
+        if loaded.index is not None:
+            rows = snapshot.row[served_first[starts[number] : starts[number + 1]]]
+            sums.masks_given += int(loaded.index.loss_mask_given[rows].sum())
+            sums.retracted += _retracted(snapshot, number, loaded.index)
+    return sums
+
+
+def _retracted(snapshot: Snapshot, number: int, index: PartIndex) -> Iterable[str]:
+    return [index.sample_id(int(row)) for row in snapshot.retracted_row[snapshot.retracted_part == number]]
+
+
+def _open_holes(opened: Opened, sums: _Sums) -> list[dict[str, str]]:
+    """Return the holes whose id did not become a sample since."""
+    if not sums.holes:
+        return []
+    snapshot, present = opened.snapshot, set(sums.retracted)
+    hashes = np.array([digests.id_hash(key.encode()) for key in sums.holes], np.uint64)
+    hits = np.flatnonzero(np.isin(snapshot.id_hash, hashes))
+    if len(hits):
+        ids = opened.ids()
+        present |= {ids[int(i)] for i in hits}
+    return [{"id": key, "reason": reason} for key, reason in sorted(sums.holes.items()) if key not in present]
+
+
+def _newer(opened: Opened) -> dict[str, Any]:
+    """Return what is committed and in no part of the snapshot, parts that others replaced left out."""
+    named = {ref.name for ref in opened.snapshot.parts}
+    # What a part of the snapshot replaced lies there still, and is no news.
+    news = [name for name in committed_parts(opened.store) if name not in named]
+    header = opened.snapshot.header
+    manifests = [load_manifest(opened.store, name, header) for name in news]
+    replaced = {name for manifest in manifests for name in manifest.replaces}
+    if news:
+        for ref in opened.snapshot.parts:
+            replaced |= set(load_manifest(opened.store, ref.name, header, ref.manifest_digest).replaces)
+    manifests = [manifest for manifest in manifests if manifest.part not in replaced]
+    return {
+        "holes": sum(manifest.counts.holes for manifest in manifests),
+        "parts": [manifest.part for manifest in manifests],
+        "samples": sum(manifest.counts.samples for manifest in manifests),
+    }

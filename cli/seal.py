@@ -1,0 +1,80 @@
+"""`hsfmt seal`: make all that is committed the dataset's current snapshot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from typing import Any
+
+import click
+
+from hsfmt.cli import units
+from hsfmt.cli.failures import dumps
+from hsfmt.cli.options import json_option
+from hsfmt.errors import UsageError
+from hsfmt.sealing import Sealed, seal
+
+
+@click.command()
+@click.argument("url")
+@click.option("--expect", type=click.IntRange(1), metavar="N", help="Seal only if there are N samples.")
+@click.option(
+    "--expect-ids",
+    type=click.File("r", encoding="utf-8"),
+    metavar="FILE",
+    help="Seal only if the samples are exactly these: an id a line, or a JSON list. - is stdin.",
+)
+@json_option
+def command(*, url: str, expect: int | None, expect_ids: Any, as_json: bool) -> None:
+    """Make all that is committed at URL the current snapshot, which readers then open.
+
+    Nothing is replaced when the samples are not the expected ones: the former snapshot stays.
+    """
+    wanted: int | Collection[str] | None = expect
+    if expect_ids is not None:
+        if expect is not None:
+            raise UsageError.at("--expect-ids", expected="--expect or --expect-ids", got="both")
+        wanted = _read_ids(expect_ids.read())
+    sealed = seal(url, expect=wanted)
+    click.echo(dumps(_as_json(url, sealed)) if as_json else _text(url, sealed))
+
+
+def _read_ids(text: str) -> list[str]:
+    if text.lstrip().startswith("["):
+        try:
+            ids = json.loads(text)
+        except (ValueError, RecursionError):
+            ids = None
+        if isinstance(ids, list) and all(isinstance(member, str) for member in ids):
+            return ids
+        raise UsageError.at("--expect-ids", expected="an id a line, or a JSON list of ids", got="another JSON document")
+    ids = [line for line in text.splitlines() if line]
+    if not ids:
+        raise UsageError.at("--expect-ids", expected="at least one id", got="an empty file")
+    return ids
+
+
+def _as_json(url: str, sealed: Sealed) -> dict[str, Any]:
+    snapshot = sealed.snapshot
+    return {
+        "changed": sealed.changed,
+        "content_digest": snapshot.content_digest,
+        "counts": dict(snapshot.counts),
+        "rounds": sealed.rounds,
+        "snapshot": snapshot.fingerprint,
+        "url": url,
+    }
+
+
+def _text(url: str, sealed: Sealed) -> str:
+    counts = sealed.snapshot.counts
+    parts = [units.counted(counts["samples"], "sample"), units.counted(counts["tokens"], "token")]
+    parts.append(units.counted(counts["parts"], "part"))
+    parts += [f"{counts[key]:,} {key}" for key in ("shadowed", "retracted", "holes") if counts[key]]
+    rows = [
+        ("samples", ", ".join(parts)),
+        ("snapshot", sealed.snapshot.fingerprint),
+        ("content", sealed.snapshot.content_digest),
+    ]
+    head = "sealed" if sealed.changed else "already sealed, nothing is newer"
+    return f"{head}: {url}\n{units.aligned(rows, '  ')}"

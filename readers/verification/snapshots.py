@@ -1,0 +1,269 @@
+"""What a snapshot says against the parts that it names: rows, counts, ids, order, duplicates, content digest.
+
+Spec: rules VFY-12, SNAP-2 to SNAP-8, DIG-6.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from hsfmt import layout
+from hsfmt.readers.verification.documents import LoadedSnapshot
+from hsfmt.readers.verification.parts import PartOutcome, PartRows
+from hsfmt.readers.verification.report import Findings
+from hsfmt.snapshot import PartRef, Snapshot
+
+_DATASET_TAG = b"hsfmt:dataset:1\0"
+_SHOWN = 1000
+
+Rows = npt.NDArray[np.int64]
+
+
+class SnapshotCheck:
+    """Compares one snapshot with the outcomes of its parts.
+
+    Parameters
+    ----------
+    findings
+        Where findings go.
+    loaded
+        The snapshot and its ids.
+    outcomes
+        By part name; of every committed part.
+    """
+
+    def __init__(self, findings: Findings, loaded: LoadedSnapshot, outcomes: Mapping[str, PartOutcome]) -> None:
+        self._findings = findings
+        self._loaded = loaded
+        self._snapshot: Snapshot = loaded.snapshot
+        self._outcomes = outcomes
+        self._path = loaded.path
+        self._rows: dict[int, PartRows] = {}
+        order = np.argsort(self._snapshot.part, kind="stable")
+        ends = np.searchsorted(self._snapshot.part[order], np.arange(len(self._snapshot.parts) + 1))
+        self._places = [order[ends[i] : ends[i + 1]] for i in range(len(self._snapshot.parts))]
+
+    def check(self) -> None:
+        """Check all that the outcomes allow."""
+        self._check_counts()
+        self._check_ids()
+        for number, ref in enumerate(self._snapshot.parts):
+            outcome = self._outcomes.get(ref.name)
+            if self._part_agrees(number, ref, outcome):
+                assert outcome is not None
+                self._check_part(number, ref.name, outcome)
+        complete = all(
+            number in self._rows or not self._n_listed(number) for number in range(len(self._snapshot.parts))
+        )
+        if self._rows and complete:
+            self._check_served()
+            self._check_shadowed()
+            self._check_holes()
+
+    def ids_of(self, number: int) -> list[str]:
+        """Return the ids of the samples served from a part, as the snapshot's ids file has them."""
+        ids = self._loaded.ids
+        if ids is None:
+            return []
+        return [
+            ids.ids[ids.offsets[i] : ids.offsets[i + 1]].tobytes().decode("utf-8", "replace")
+            for i in self._places[number]
+        ]
+
+    def _error(self, code: str, member: str, expected: str, got: str, samples: list[str] | None = None) -> None:
+        self._findings.error(code, f"{self._path}: {member}", expected=expected, got=got, samples=samples or ())
+
+    def _check_counts(self) -> None:
+        snapshot = self._snapshot
+        wanted = {
+            "parts": len(snapshot.parts),
+            "retracted": len(snapshot.retracted_part),
+            "samples": snapshot.n_samples,
+            "shadowed": len(snapshot.shadowed_part),
+            "supervised_tokens": int(snapshot.n_supervised.sum(dtype=np.int64)),
+            "tokens": int(snapshot.n_tokens.sum(dtype=np.int64)),
+        }
+        for name, count in wanted.items():
+            if snapshot.counts.get(name) != count:
+                self._error("counts", f"counts.{name}", str(count), repr(snapshot.counts.get(name)))
+
+    def _check_ids(self) -> None:
+        ids, hashes = self._loaded.ids, self._snapshot.id_hash
+        if ids is None:
+            return
+        wrong = [
+            i
+            for i in range(len(ids))
+            if xxhash.xxh3_64_intdigest(ids.ids[ids.offsets[i] : ids.offsets[i + 1]].tobytes()) != int(hashes[i])
+        ]
+        if wrong:
+            got = f"others for {len(wrong)} samples, the first at {wrong[0]}"
+            self._error("snapshot_rows", "id_hash", "xxh3_64 of each id in the ids file", got)
+
+    def _n_listed(self, number: int) -> int:
+        snapshot = self._snapshot
+        others = (snapshot.shadowed_part, snapshot.retracted_part)
+        return len(self._places[number]) + sum(int(np.count_nonzero(parts == number)) for parts in others)
+
+    def _part_agrees(self, number: int, ref: PartRef, outcome: PartOutcome | None) -> bool:
+        """Compare the part's documents with the digests that the snapshot names."""
+        path, ids = layout.manifest_path(ref.name), self.ids_of(number)
+        if outcome is None:
+            expected = f"the manifest of a part that snapshot {self._snapshot.fingerprint} names"
+            if not self._findings.has_error(path):
+                self._findings.error("missing", path, expected=expected, got="nothing", samples=ids)
+            return False
+        self._findings.fill_samples(path, ids)
+        self._findings.fill_samples(layout.index_path(ref.name), ids)
+        manifest = outcome.manifest
+        if manifest is None:
+            return False
+        index = manifest.index_file if manifest.columns else None
+        pairs = (
+            ("manifest", (ref.manifest_nbytes, ref.manifest_digest), (outcome.manifest_nbytes, manifest.digest())),
+            ("index", (ref.index_nbytes, ref.index_digest), (index.nbytes, index.digest) if index else (0, None)),
+        )
+        for what, wanted, got in pairs:
+            if wanted != got:
+                expected = f"the {what} of {wanted[0]} bytes, {wanted[1]}, that the snapshot names"
+                self._findings.error(
+                    "snapshot_part", path, expected=expected, got=f"{got[0]} bytes, {got[1]}", samples=ids
+                )
+                return False
+        return True
+
+    def _check_part(self, number: int, name: str, outcome: PartOutcome) -> None:
+        manifest, rows, snapshot = outcome.manifest, outcome.rows, self._snapshot
+        assert manifest is not None
+        served = snapshot.row[self._places[number]].astype(np.int64)
+        listed = np.concatenate([
+            served,
+            snapshot.shadowed_row[snapshot.shadowed_part == number],
+            snapshot.retracted_row[snapshot.retracted_part == number],
+        ])  # fmt: skip
+        n = manifest.counts.samples
+        if len(listed) != n or not np.array_equal(np.sort(listed), np.arange(n)):
+            expected = f"each of the {n} samples of part {name} once: served, shadowed or retracted"
+            self._error(
+                "snapshot_rows", "row", expected, f"{len(listed)} rows, {len(np.unique(listed))} different ones"
+            )
+            return
+        if rows is None:
+            return
+        self._rows[number] = rows
+        ids = self.ids_of(number)
+        places = self._places[number]
+        for member, wanted in (
+            ("n_tokens", rows.n_tokens),
+            ("n_supervised", rows.n_supervised),
+            ("id_hash", rows.id_hash),
+        ):
+            wrong = np.flatnonzero(getattr(snapshot, member)[places] != wanted[served])
+            if len(wrong):
+                first = int(wrong[0])
+                got = (
+                    f"{getattr(snapshot, member)[places[first]]} for row {served[first]} ({len(wrong)} samples differ)"
+                )
+                expected = f"{wanted[served[first]]}, as the index of part {name} has"
+                self._error("snapshot_rows", member, expected, got, [ids[i] for i in wrong] if ids else None)
+
+    def _gather(self, name: str, parts: npt.NDArray[np.int32], rows: npt.NDArray[np.int32]) -> npt.NDArray[np.generic]:
+        """Return an array of `PartRows` for (part, row) pairs."""
+        sample = getattr(next(iter(self._rows.values())), name)
+        result = np.empty((len(parts), *sample.shape[1:]), sample.dtype)
+        order = np.argsort(parts, kind="stable")
+        ends = np.searchsorted(parts[order], np.arange(len(self._snapshot.parts) + 1))
+        for number, source in self._rows.items():
+            at = order[ends[number] : ends[number + 1]]
+            result[at] = getattr(source, name)[rows[at]]
+        return result
+
+    def _check_served(self) -> None:
+        snapshot = self._snapshot
+        keys = _words(self._gather("id_key", snapshot.part, snapshot.row))
+        by_key = np.lexsort((keys[:, 1], keys[:, 0]))
+        twice = np.flatnonzero(np.all(keys[by_key][1:] == keys[by_key][:-1], axis=1))
+        if len(twice):
+            samples = self._ids_at(by_key[twice[:_SHOWN] + 1])
+            self._error("snapshot_rows", "row", "each id once", f"{len(twice)} ids served twice", samples)
+        self._check_order()
+        pairs = _words(self._gather("pair_key", snapshot.part, snapshot.row))
+        pairs = pairs[np.lexsort((pairs[:, 1], pairs[:, 0]))]
+        state = xxhash.xxh3_128(_DATASET_TAG + struct.pack("<Q", len(pairs)))
+        state.update(np.ascontiguousarray(pairs).tobytes())
+        actual = f"xxh3_128:{state.hexdigest()}"
+        if actual != snapshot.content_digest:
+            self._error("dataset_digest", "content_digest", actual, snapshot.content_digest)
+
+    def _ids_at(self, places: npt.NDArray[np.int64]) -> list[str]:
+        ids = self._loaded.ids
+        if ids is None:
+            return []
+        return [ids.ids[ids.offsets[i] : ids.offsets[i + 1]].tobytes().decode("utf-8", "replace") for i in places]
+
+    def _check_order(self) -> None:
+        snapshot, ids = self._snapshot, self._loaded.ids
+        ranks = self._gather("source_index", snapshot.part, snapshot.row)
+        wrong = [int(i) for i in np.flatnonzero(ranks[1:] < ranks[:-1])]  # type: ignore[operator]
+        if ids is not None and not wrong:
+            ties = np.flatnonzero(ranks[1:] == ranks[:-1])
+            raw = [ids.ids[ids.offsets[i] : ids.offsets[i + 2]].tobytes() for i in ties]
+            cuts = [int(ids.offsets[i + 1] - ids.offsets[i]) for i in ties]
+            wrong = [int(i) for i, data, cut in zip(ties, raw, cuts, strict=True) if data[cut:] < data[:cut]]
+        if wrong:
+            got = f"another order from sample {wrong[0]} on"
+            where = f"{self._path}: row"
+            self._findings.add("warning", "snapshot_order", where, expected="source_index, then id", got=got)
+
+    def _check_shadowed(self) -> None:
+        snapshot = self._snapshot
+        if not len(snapshot.shadowed_part):
+            return
+        winners = {}
+        for parts, rows in (
+            (snapshot.part, snapshot.row),
+            (snapshot.retracted_part, snapshot.retracted_row),
+        ):
+            for i, key in enumerate(_as_bytes(self._gather("id_key", parts, rows))):
+                winners[key] = (int(parts[i]), int(rows[i]))
+        shadowed = list(zip(snapshot.shadowed_part.tolist(), snapshot.shadowed_row.tolist(), strict=True))
+        keys = _as_bytes(self._gather("id_key", snapshot.shadowed_part, snapshot.shadowed_row))
+        for place, (key, later, same) in enumerate(zip(keys, shadowed, snapshot.shadowed_same.tolist(), strict=True)):
+            winner = winners.get(key)
+            if winner is None or winner >= later:
+                got = "none" if winner is None else f"row {winner[1]} of part {winner[0]}"
+                self._error("snapshot_rows", "shadowed_row", f"an earlier sample of the same id for entry {place}", got)
+                continue
+            equal = [self._rows[number].pair_key[row].tobytes() for number, row in (winner, later)]
+            if (equal[0] == equal[1]) != bool(same):
+                expected = f"{int(equal[0] == equal[1])} for entry {place}, as the content digests have"
+                self._error("snapshot_rows", "shadowed_same", expected, str(same))
+
+    def _check_holes(self) -> None:
+        present = {key for rows in self._rows.values() for key in _as_bytes(rows.id_key)} if self._n_holes() else set()
+        holes = {
+            key
+            for ref in self._snapshot.parts
+            for key in getattr(self._outcomes[ref.name].manifest, "holes", {})
+            if xxhash.xxh3_128_digest(key.encode()) not in present
+        }
+        if self._snapshot.counts.get("holes") != len(holes):
+            self._error("counts", "counts.holes", str(len(holes)), repr(self._snapshot.counts.get("holes")))
+
+    def _n_holes(self) -> int:
+        manifests = (self._outcomes[ref.name].manifest for ref in self._snapshot.parts)
+        return sum(manifest.counts.holes for manifest in manifests if manifest is not None)
+
+
+def _words(keys: npt.NDArray[np.generic]) -> npt.NDArray[np.uint64]:
+    return np.ascontiguousarray(keys).view(">u8").reshape(-1, 2)
+
+
+def _as_bytes(keys: npt.NDArray[np.generic]) -> list[bytes]:
+    data = keys.tobytes()
+    return [data[i : i + 16] for i in range(0, len(data), 16)]

@@ -1,0 +1,266 @@
+"""The three tiers put together: listing, parts in this process or in a pool, the snapshot, one report.
+
+Spec: rules VFY-1 to VFY-6.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any, Literal
+
+from hsfmt import layout
+from hsfmt.digests import ALGORITHM
+from hsfmt.errors import HsfmtError, NotFoundError, UsageError
+from hsfmt.header import Header
+from hsfmt.pointer import Pointer
+from hsfmt.readers.verification.complete import check_unexpected, part_of_path
+from hsfmt.readers.verification.documents import (
+    LoadedSnapshot,
+    check_headers,
+    check_pointer,
+    load_header,
+    load_pointer,
+    load_snapshot,
+)
+from hsfmt.readers.verification.parts import PartOutcome, PartTask, check_part
+from hsfmt.readers.verification.report import Counts, Findings, Report
+from hsfmt.readers.verification.snapshots import SnapshotCheck
+from hsfmt.storage import Store, open_store
+
+LEVELS = ("quick", "complete", "full")
+Level = Literal["quick", "complete", "full"]
+Progress = Callable[[int, int, str], None]
+_FIXED = frozenset({layout.ROOT_METADATA, layout.PARTS_METADATA, layout.POINTER})
+_SNAPSHOT_FILE = re.compile(rf"{layout.SNAPSHOTS}/([0-9a-f]{{32}})/(index|ids)\.safetensors")
+
+
+def verify(
+    url: str | os.PathLike[str] | Store,
+    *,
+    level: Level = "quick",
+    workers: int = 1,
+    progress: Progress | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Report:
+    """Verify a dataset: everything that is wrong with it, in one report.
+
+    Parameters
+    ----------
+    url
+        The dataset.
+    level
+        "quick": documents, counts and sizes. "complete": also every file's digest, and nothing missing or unexpected.
+        "full": also every chunk decoded, every sample's digest, and states that are NaN, Inf or all zero.
+    workers
+        Processes; parts are spread over them.
+    progress
+        Called as (nbytes done, nbytes in all, what is being read).
+    storage_options
+        For fsspec URLs.
+
+    Returns
+    -------
+    Report
+        All problems; `report.ok` says whether none is an error.
+
+    Raises
+    ------
+    NotFoundError
+        There is nothing of a dataset at `url`.
+    StorageError
+        The storage can't even be listed.
+    UsageError
+        No such level.
+    """
+    if level not in LEVELS or workers < 1:
+        raise UsageError.at(
+            "level", expected=f"one of {', '.join(LEVELS)}, by 1 worker or more", got=f"{level}, {workers}"
+        )
+    store = url if isinstance(url, Store) else open_store(url, storage_options)
+    return _Verification(store, level, progress or (lambda *_: None)).run(workers)
+
+
+class _Verification:
+    def __init__(self, store: Store, level: Level, progress: Progress) -> None:
+        self._store = store
+        self._level = level
+        self._progress = progress
+        self._findings = Findings()
+        self._counts = Counts()
+        self._named = set(_FIXED)
+        self._listing: dict[str, int] = {}
+
+    def run(self, workers: int) -> Report:
+        store, findings = self._store, self._findings
+        if not {layout.ROOT_METADATA, "hsfmt", "parts"} & set(store.list("")):
+            remedy = "check the path; `hsfmt convert SRC DST` or DatasetWriter makes a dataset"
+            raise NotFoundError.at(store.url, expected="an hsfmt dataset", got="nothing of one", remedy=remedy)
+        header = load_header(store, findings)
+        pointer = load_pointer(store, findings)
+        current = load_snapshot(store, findings, pointer.fingerprint) if pointer else None
+        # In this order: whatever the snapshot names was committed before it, and a manifest comes last of its part's
+        # files, so that neither listing can miss what the one before it names.
+        committed = self._committed()
+        self._list_all()
+        self._counts.files += len(self._listing.keys() & _FIXED)
+        outcomes = self._check_parts(committed, workers)
+        for outcome in outcomes.values():
+            findings.items += outcome.findings.items
+            self._counts.add(outcome.counts)
+        if pointer and current:
+            check_pointer(findings, pointer, current)
+        self._check_headers(header, pointer, current, outcomes)
+        self._check_replaced(outcomes)
+        self._check_snapshots(pointer, current, outcomes)
+        if current:
+            self._check_newer(current, outcomes)
+        if self._level != "quick":
+            check_unexpected(store, findings, self._listing, self._named, set(committed))
+        fingerprint = pointer.fingerprint if pointer else None
+        return Report(store.url, self._level, fingerprint, findings.ordered(), self._counts)
+
+    def _committed(self) -> list[str]:
+        names = self._store.list(layout.MANIFESTS)
+        parts = sorted(part for part in map(layout.part_of_manifest, names) if part is not None)
+        self._named |= {layout.manifest_path(part) for part in parts}
+        return parts
+
+    def _list_all(self) -> None:
+        """List every object; what can't be listed is a finding, and looked for by name where something names it."""
+        try:
+            for path, nbytes in self._store.walk(""):
+                self._listing[path] = nbytes
+        except HsfmtError as error:
+            self._findings.raised(error, error.problems[0].where)
+
+    def _check_parts(self, parts: list[str], workers: int) -> dict[str, PartOutcome]:
+        sizes: dict[str, dict[str, int]] = {part: {} for part in parts}
+        for path, nbytes in self._listing.items():
+            part = part_of_path(path)
+            if part in sizes:
+                sizes[part][path] = nbytes
+        tasks = [PartTask(self._store, part, self._level, sizes[part]) for part in parts]
+        total = sum(sum(task.sizes.values()) for task in tasks) if self._level != "quick" else 0
+        outcomes = {}
+        run = self._in_pool(tasks, total, workers) if workers > 1 and len(tasks) > 1 else self._here(tasks, total)
+        for outcome in run:
+            outcomes[outcome.part] = outcome
+            if outcome.manifest is not None:
+                self._named |= {entry.path for entry in outcome.manifest.files}
+            else:
+                # Which of its files belong to it can't be known: none is called unexpected.
+                self._named |= sizes[outcome.part].keys()
+        return {part: outcomes[part] for part in parts}
+
+    def _here(self, tasks: list[PartTask], total: int) -> Iterator[PartOutcome]:
+        done = 0
+
+        def advance(nbytes: int) -> None:
+            nonlocal done
+            done += nbytes
+            self._progress(min(done, total), total, task.part)
+
+        for task in tasks:
+            yield check_part(task, advance)
+
+    def _in_pool(self, tasks: list[PartTask], total: int, workers: int) -> Iterator[PartOutcome]:
+        done = 0
+        # Not fork: threads of the caller's libraries may hold locks that a forked child would wait for forever.
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(min(workers, len(tasks)), mp_context=context) as pool:
+            waiting: dict[Future[PartOutcome], PartTask] = {pool.submit(check_part, task): task for task in tasks}
+            pending = set(waiting)
+            while pending:
+                finished, pending = wait(pending, return_when=FIRST_COMPLETED)
+                for future in finished:
+                    task = waiting[future]
+                    done += sum(task.sizes.values())
+                    self._progress(min(done, total), total, task.part)
+                    yield _outcome(future, task)
+
+    def _check_headers(
+        self,
+        root: Header | None,
+        pointer: Pointer | None,
+        current: LoadedSnapshot | None,
+        outcomes: dict[str, PartOutcome],
+    ) -> None:
+        others = {layout.POINTER: pointer.header} if pointer else {}
+        if current:
+            others[current.path] = current.snapshot.header
+        for part, outcome in outcomes.items():
+            if outcome.manifest is not None:
+                others[layout.manifest_path(part)] = outcome.manifest.header
+        check_headers(self._findings, root, others, sealed=pointer is not None)
+
+    def _check_replaced(self, outcomes: dict[str, PartOutcome]) -> None:
+        for outcome in outcomes.values():
+            for name, digest in outcome.manifest.replaces.items() if outcome.manifest else ():
+                other = outcomes.get(name)
+                if other is not None and other.manifest is not None and other.manifest.digest() != digest:
+                    expected = f"digest {digest}, as part {outcome.part} replaces it"
+                    where = layout.manifest_path(name)
+                    self._findings.error("replaces", where, expected=expected, got=other.manifest.digest())
+
+    def _check_snapshots(
+        self, pointer: Pointer | None, current: LoadedSnapshot | None, outcomes: dict[str, PartOutcome]
+    ) -> None:
+        """Check the current snapshot; above tier quick also every other one that is kept."""
+        fingerprint = pointer.fingerprint if pointer else None
+        if fingerprint:
+            self._named |= {layout.snapshot_path(fingerprint, file) for file in ("ids", "index")}
+        if current:
+            self._check_snapshot(current, outcomes)
+        if self._level == "quick":
+            return
+        for kept, files in sorted(_snapshot_files(self._listing).items()):
+            self._named |= set(files.values())
+            if kept == fingerprint:
+                continue
+            if "index" not in files:
+                expected, got = "an index beside it", "none"
+                self._findings.add("warning", "incomplete_snapshot", files["ids"], expected=expected, got=got)
+                continue
+            loaded = load_snapshot(self._store, self._findings, kept)
+            if loaded:
+                self._check_snapshot(loaded, outcomes)
+
+    def _check_snapshot(self, loaded: LoadedSnapshot, outcomes: dict[str, PartOutcome]) -> None:
+        self._counts.files += 2
+        SnapshotCheck(self._findings, loaded, outcomes).check()
+
+    def _check_newer(self, current: LoadedSnapshot, outcomes: dict[str, PartOutcome]) -> None:
+        manifests = [outcome.manifest for outcome in outcomes.values() if outcome.manifest is not None]
+        old = {ref.name for ref in current.snapshot.parts}
+        old |= {name for manifest in manifests for name in manifest.replaces}
+        newer = [manifest for manifest in manifests if manifest.part not in old]
+        if newer:
+            n_samples = sum(manifest.counts.samples for manifest in newer)
+            names = ", ".join(manifest.part for manifest in newer[:3])
+            got = f"{len(newer)} newer parts with {n_samples} samples ({names}{', …' if len(newer) > 3 else ''})"
+            self._findings.add("info", "newer_parts", layout.POINTER, expected="all committed parts sealed", got=got)
+
+
+def _outcome(future: Future[PartOutcome], task: PartTask) -> PartOutcome:
+    try:
+        return future.result()
+    except BrokenProcessPool:
+        findings = Findings()
+        got = "a worker process that died; out of memory, perhaps: verify with fewer workers"
+        where = layout.manifest_path(task.part)
+        findings.error("not_checked", where, expected="the part verified", got=got)
+        return PartOutcome(task.part, findings, Counts(parts=1))
+
+
+def _snapshot_files(listing: Collection[str]) -> dict[str, dict[str, str]]:
+    """Return fingerprint to {"index" or "ids": path} of every snapshot of which there is a file."""
+    snapshots: dict[str, dict[str, str]] = {}
+    for path in listing:
+        if match := _SNAPSHOT_FILE.fullmatch(path):
+            snapshots.setdefault(f"{ALGORITHM}:{match[1]}", {})[match[2]] = path
+    return snapshots

@@ -1,0 +1,184 @@
+"""Every way a DataLoader can be run: start methods, workers, parent used first or not."""
+
+import multiprocessing
+import os
+import pickle
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from written import assert_same
+
+from hsfmt import HiddenStateDataset
+from hsfmt.errors import CorruptionError
+from hsfmt.readers import threads
+from hsfmt.readers.sample_reader import ReadOptions, SampleReader
+
+# Python 3.12 and later warn of any fork in a process with threads; that it works all the same is what is tested here.
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning")
+
+
+def as_is(items):
+    """Keep a batch as the list that it is."""
+    return items
+
+
+def check(items, written):
+    assert [item["sample_id"] for item in items] == written.ids
+    for item in items:
+        wanted = written.content[item["sample_id"]]
+        assert item["hidden_states"].view(torch.int16).numpy().tobytes() == wanted.states.tobytes()
+        np.testing.assert_array_equal(item["input_ids"].numpy(), wanted.input_ids)
+
+
+@pytest.mark.parametrize("snapshot", [None, "live"])
+@pytest.mark.parametrize("used_first", [False, True], ids=["fresh", "used first"])
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_loader_with_workers(write, method, used_first, snapshot):
+    written = write()
+    dataset = HiddenStateDataset(written.url, snapshot=snapshot, n_threads=2)
+    if used_first:
+        check(list(dataset), written)
+        assert dataset.index_of("id-003") == 3
+    loader = DataLoader(
+        dataset, batch_size=3, num_workers=2, collate_fn=as_is, multiprocessing_context=method, timeout=60
+    )
+    check([item for batch in loader for item in batch], written)
+    check(list(dataset), written)
+
+
+def test_loader_without_workers(write):
+    written = write()
+    loader = DataLoader(HiddenStateDataset(written.url), batch_size=4, collate_fn=as_is)
+    check([item for batch in loader for item in batch], written)
+
+
+def test_persistent_workers_over_epochs(write):
+    written = write()
+    loader = DataLoader(
+        HiddenStateDataset(written.url), batch_size=None, num_workers=2, persistent_workers=True, timeout=60
+    )
+    for _ in range(3):
+        check(list(loader), written)
+
+
+def test_an_error_in_a_worker_names_the_sample(write):
+    written = write([20] * 3, parts=1)
+    shard = written.shards()[0]
+    shard.write_bytes(bytes(shard.stat().st_size))
+    loader = DataLoader(HiddenStateDataset(written.url), batch_size=1, num_workers=1, collate_fn=as_is, timeout=60)
+    with pytest.raises(CorruptionError, match="id-000"):
+        list(loader)
+
+
+def test_pickling(write):
+    written = write()
+    dataset = HiddenStateDataset(written.url, layers=[1, 5], max_length=9, view="raw")
+    dataset[0]
+    copy = pickle.loads(pickle.dumps(dataset))
+    assert copy.lengths.tolist() == dataset.lengths.tolist()
+    assert copy.fingerprint == dataset.fingerprint
+    for a, b in zip(copy, dataset, strict=True):
+        assert torch.equal(a["hidden_states"], b["hidden_states"])
+
+
+def test_fork_while_other_threads_read(write):
+    """The child inherits locks as they are, threads not at all."""
+    written = write(chunk_tokens=8)
+    reader = SampleReader(written.url, options=ReadOptions(n_threads=2, part_cache_nbytes=1, chunk_cache_nbytes=1))
+    stop = threading.Event()
+
+    def keep_reading():
+        while not stop.is_set():
+            reader.read_many(range(10))
+
+    readers = [threading.Thread(target=keep_reading) for _ in range(3)]
+    for thread in readers:
+        thread.start()
+    try:
+        for _ in range(15):
+            child = os.fork()
+            if child == 0:
+                code = 1
+                try:
+                    for number, wanted in enumerate(written.content.values()):
+                        assert_same(reader.read(number), wanted)
+                    code = 0
+                finally:
+                    os._exit(code)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    finally:
+        stop.set()
+        for thread in readers:
+            thread.join()
+
+
+def count_threads(dataset, numbers, results):
+    before = threading.active_count()
+    for number in numbers:
+        dataset[number]
+    results.put(threading.active_count() - before)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_worker_process_decodes_in_one_thread(write, method):
+    written = write([64] * 3)
+    dataset = HiddenStateDataset(written.url)
+    dataset[0]
+    context = multiprocessing.get_context(method)
+    results = context.Queue()
+    worker = context.Process(target=count_threads, args=(dataset, [0, 1, 2], results))
+    worker.start()
+    assert results.get(timeout=60) == 1
+    worker.join(60)
+
+
+def test_two_datasets_share_the_threads(write):
+    first, second = (HiddenStateDataset(write([64] * 3).url, n_threads=3) for _ in range(2))
+    first[0]
+    before = threading.active_count()
+    second[0]
+    first[1]
+    assert threading.active_count() <= max(before, 3 + before - 1)
+    assert len(threads._POOLS.get(3)._threads) <= 3
+
+
+def test_blosc_stays_off_the_main_thread(write, monkeypatch):
+    """numcodecs decodes on the main thread with global state and threads of its own, which a fork breaks."""
+    from hsfmt import codecs
+
+    seen = set()
+    decompress = codecs.blosc.decompress
+
+    class Spy:
+        def __getattr__(self, name):
+            return getattr(blosc, name)
+
+        def decompress(self, *args):
+            seen.add(threading.current_thread() is threading.main_thread())
+            return decompress(*args)
+
+    blosc = codecs.blosc
+    monkeypatch.setattr(codecs, "blosc", Spy())
+    for n_threads in (1, 3):
+        HiddenStateDataset(write([5]).url, n_threads=n_threads)[0]
+    assert seen == {False}
+
+
+def test_no_torch_below_the_dataset(run_python, repo_root, write):
+    written = write()
+    code = """
+    import sys
+    from hsfmt import HiddenStateDataset
+    from hsfmt.readers.sample_reader import SampleReader
+    reader = SampleReader(sys.argv[1])
+    reader.read(3)
+    dataset = HiddenStateDataset(sys.argv[1])
+    assert dataset.lengths.sum() > 0 and dataset.index_of("id-003") == 3
+    print([name for name in ("torch", "zarr") if name in sys.modules])
+    """
+    assert run_python("if 1:" + code, written.url, path=repo_root).strip() == "[]"
+    assert "torch" in sys.modules

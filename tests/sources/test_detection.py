@@ -1,0 +1,247 @@
+"""Which source a folder is of: found by looking where that is safe, asked for where it is not."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hsfmt.errors import NotFoundError, SourceError, StorageError, UsageError
+from hsfmt.readers.sources import SOURCE_NAMES, SourceOptions, find_source, parse_key_map
+from hsfmt.readers.sources.folder import list_folder, natural_key, stem
+
+T, H = 6, 8
+
+
+def wide(n: int, *, batch: bool = False) -> torch.Tensor:
+    states = torch.zeros(T, n * H, dtype=torch.bfloat16)
+    return states[None] if batch else states
+
+
+IDS = {"input_ids": torch.arange(T), "loss_mask": torch.ones(T, dtype=torch.int64)}
+# What other programs write (see key_sets.py): the keys, the programs named, the map that reads them.
+CLASHES = [
+    ({"aux_hidden_state": wide(3, batch=True), "hidden_state": wide(1, batch=True)}, ["SpecForge eagle3"]),
+    ({"hidden_state": wide(1)}, ["SafeAILab/EAGLE ge_data", "SpecForge eagle3"]),
+    ({"hidden_states": wide(5, batch=True)}, ["SpecForge dflash/domino"]),
+    ({"hidden_states": wide(1)}, ["SpecForge dflash/domino", "a dump of the last state"]),
+    ({"hidden_states": wide(5, batch=True), "target_last_hidden_states": wide(1, batch=True)}, ["SpecForge dspark"]),
+    ({"hidden_states": wide(3, batch=True), "target_hiddens": wide(1, batch=True)}, ["AngelSlim eagle3"]),
+    ({"hidden_states": wide(1), "aux_hidden_states": wide(3)}, ["ModelOpt (HF or TRT-LLM)", "ModelOpt (vLLM)"]),
+    ({"hidden_states": wide(3), "last_hidden_states": wide(1)}, ["verl-SpeCo"]),
+    ({"target_hidden_states": wide(3), "target_last_hidden_states": wide(1)}, ["DeepSpec"]),
+    ({"some_states": wide(3)}, ["no program known here"]),
+]
+
+
+@pytest.mark.parametrize(("states", "programs"), CLASHES, ids=["+".join(sorted(states)) for states, _ in CLASHES])
+def test_keys_with_several_meanings_are_asked_about(tmp_path, states, programs):
+    torch.save(IDS | states, tmp_path / "data_0.ckpt")
+    with pytest.raises(UsageError) as info:
+        find_source(tmp_path)
+    text = str(info.value)
+    for program in programs:
+        assert program in text
+    assert "--from pt --map" in text
+    assert "--layer-ids" in text
+    assert "--final-norm" in text
+    for key, value in states.items():
+        assert f"{key} {list(value.shape)}" in text
+
+
+@pytest.mark.parametrize(
+    ("states", "programs"), CLASHES[:-1], ids=["+".join(sorted(states)) for states, _ in CLASHES[:-1]]
+)
+def test_the_suggested_command_reads_them(tmp_path, states, programs):
+    torch.save(IDS | states, tmp_path / "data_0.ckpt")
+    with pytest.raises(UsageError) as info:
+        find_source(tmp_path)
+    key_map = str(info.value).partition("--map ")[2].partition(" ")[0]
+    source = find_source(tmp_path, "pt", options=SourceOptions(key_map=parse_key_map(key_map), hidden_size=H))
+    n_layers = source.load(source.items[0]).hidden_states.shape[1]
+    if key_map != "last=hidden_state":
+        assert n_layers == sum(value.shape[-1] for value in states.values()) // H
+
+
+@pytest.mark.parametrize(
+    "states",
+    [torch.zeros(T, 3, H), torch.zeros(1, T, 3, H), [torch.zeros(T, H)] * 3],
+    ids=["[T,L,H]", "[1,T,L,H]", "list"],
+)
+def test_states_whose_rank_shows_the_layers(tmp_path, states):
+    torch.save(IDS | {"hidden_states": states}, tmp_path / "x.pt")
+    source = find_source(tmp_path)
+    assert (source.name, source.meaning().n_layers) == ("pt", 3)
+
+
+def test_unreadable_first_files_do_not_matter(tmp_path):
+    (tmp_path / "a.pt").write_bytes(b"")
+    torch.save({"weights": torch.zeros(3)}, tmp_path / "b.pt")
+    torch.save(IDS | {"hidden_states": torch.zeros(T, 3, H)}, tmp_path / "c.pt")
+    source = find_source(tmp_path)
+    assert source.meaning().n_layers == 3
+    for item, words in zip(source.items, ("empty file", "token ids under|as in the first"), strict=False):
+        with pytest.raises(SourceError, match=words):
+            source.load(item)
+
+
+def test_other_torch_files(tmp_path):
+    torch.save({"weights": torch.zeros(3)}, tmp_path / "model.pt")
+    with pytest.raises(UsageError, match=r"weights in model\.pt"):
+        find_source(tmp_path)
+
+
+def test_two_sources_in_one_folder(tmp_path, save_safetensors):
+    save_safetensors(
+        tmp_path / "r.safetensors", {"hidden_states": np.zeros((2, 3, 4), np.float32), "token_ids": np.arange(2)}
+    )
+    torch.save(IDS | {"hidden_states": torch.zeros(T, 3, H)}, tmp_path / "x.pt")
+    with pytest.raises(UsageError, match="--from vllm or --from pt"):
+        find_source(tmp_path)
+    source = find_source(tmp_path, "vllm")
+    assert [stray.path for stray in source.strays] == ["x.pt"]
+
+
+def test_other_safetensors_files(tmp_path, save_safetensors):
+    save_safetensors(tmp_path / "model.safetensors", {"weight": np.zeros(3, np.float32)})
+    with pytest.raises(SourceError, match="got weight"):
+        find_source(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["specforge", "", "VLLM"])
+def test_unknown_names(tmp_path, name):
+    with pytest.raises(UsageError, match="one of vllm, speculators, speculators-pt, pt"):
+        find_source(tmp_path, name)
+
+
+def test_every_source_says_what_it_is(tmp_path):
+    (tmp_path / "state.json").write_text("{}")
+    for name in SOURCE_NAMES:
+        with pytest.raises((NotFoundError, SourceError)):
+            find_source(tmp_path, name)
+
+
+def test_no_folder(tmp_path):
+    with pytest.raises(NotFoundError):
+        find_source(tmp_path / "gone")
+    with pytest.raises(NotFoundError, match="an empty folder"):
+        find_source(tmp_path)
+    (tmp_path / "file.pt").touch()
+    with pytest.raises(UsageError, match="a folder"):
+        find_source(tmp_path / "file.pt")
+
+
+def test_other_files(tmp_path):
+    (tmp_path / "a.bin").touch()
+    (tmp_path / "b.idx").touch()
+    with pytest.raises(NotFoundError, match=r"2 files of other kinds \(\.bin, \.idx\)"):
+        find_source(tmp_path)
+
+
+def test_natural_order():
+    names = [
+        "data_10",
+        "data_2",
+        "data_1",
+        "data_01",
+        "a/data_3",
+        "a10/x",
+        "a9/x",
+        "data",
+        "9",
+        "10",
+        "x-1-12",
+        "x-1-2",
+    ]
+    order = [
+        "9",
+        "10",
+        "a/data_3",
+        "a9/x",
+        "a10/x",
+        "data",
+        "data_01",
+        "data_1",
+        "data_2",
+        "data_10",
+        "x-1-2",
+        "x-1-12",
+    ]
+    assert sorted(names, key=natural_key) == order
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"), [("a/b.c.pt", "a/b.c"), ("x.pt", "x"), ("a.b/x", "a.b/x"), ("a/.pt", "a/.pt"), ("ü.pt", "ü")]
+)
+def test_stem(path, expected):
+    assert stem(path) == expected
+
+
+def test_links_pipes_and_odd_names(tmp_path):
+    root = tmp_path / "root"
+    (root / "real").mkdir(parents=True)
+    (root / "real" / "a.pt").write_bytes(b"x")
+    (root / "link.pt").symlink_to(root / "real" / "a.pt")
+    (root / "dangling.pt").symlink_to(root / "gone")
+    (root / "loop").symlink_to(root)
+    os.mkfifo(root / "pipe.pt")
+    (root / "ü.pt").write_bytes(b"")
+    Path(os.fsdecode(os.fsencode(root) + b"/\xff.pt")).touch()
+    listing = list_folder(root)
+    assert [(file.path, file.nbytes) for file in listing.files] == [("link.pt", 1), ("real/a.pt", 1), ("ü.pt", 0)]
+    reasons = {stray.path: stray.reason for stray in listing.strays}
+    assert reasons == {
+        "dangling.pt": "a link to nothing",
+        "loop": "a link to a folder, which is not followed",
+        "pipe.pt": "neither a file nor a folder",
+        "\\udcff.pt": "its name is not UTF-8",
+    }
+
+
+def test_storage_failures_are_not_the_datas_fault(tmp_path, monkeypatch):
+    for i in range(2):
+        torch.save(IDS | {"hidden_states": torch.zeros(T, 3, H)}, tmp_path / f"x{i}.pt")
+    source = find_source(tmp_path)
+    source.meaning()
+    (tmp_path / "x1.pt").unlink()
+    with pytest.raises(StorageError, match=r"x1\.pt"):
+        source.load(source.items[1])
+
+    def refuse(*args, **kwargs):
+        raise PermissionError(13, "Permission denied", str(tmp_path))
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(StorageError, match="Permission denied"):
+        find_source(tmp_path)
+
+
+def test_importing_sources_imports_no_torch(run_python, repo_root):
+    code = "import hsfmt.readers.sources, sys; print([m for m in ('torch', 'zarr', 'pyarrow') if m in sys.modules])"
+    assert run_python(code, path=repo_root).strip() == "[]"
+
+
+def test_connector_files_need_no_torch(run_python, repo_root, data_dir):
+    code = f"""
+import sys
+from hsfmt.readers.sources import find_source
+for name in ("vllm/vllm032_bf16_prompt", "speculators/0.9.0_fp8"):
+    source = find_source({str(data_dir)!r} + "/" + name)
+    print(len([source.load(item) for item in source.items]), "torch" in sys.modules)
+"""
+    assert run_python(code, path=repo_root).split() == ["8", "False", "24", "False"]
+
+
+def test_workers_of_a_spawned_pool(run_python, repo_root, data_dir):
+    code = f"""
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from hsfmt.readers.sources import find_source
+if __name__ == "__main__":
+    for name in ("speculators/0.6.0", "speculators/0.4.0"):
+        source = find_source({str(data_dir)!r} + "/" + name)
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            lengths = [len(sample.input_ids) for sample in pool.map(source.load, source.items[:3])]
+        print(*lengths)
+"""
+    assert run_python(code, path=repo_root).split() == ["29", "58", "205", "29", "58", "205"]

@@ -1,0 +1,360 @@
+"""Hostile and damaged `.pt` files: what is not just what torch.save writes is refused by name, never executed."""
+
+import io
+import pickle
+import struct
+import sys
+import zipfile
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from hsfmt.errors import SourceError, UsageError
+from hsfmt.readers.sources import torch_file
+from hsfmt.readers.sources.torch_file import load_torch_file
+from hsfmt.readers.sources.torch_states import check_tensor, row_values, split_layers, stack_layers
+
+GLOBALS = b"ctorch._utils\n_rebuild_tensor_v2\n"
+
+
+@pytest.fixture
+def load(tmp_path):
+    """Load bytes as a file."""
+
+    def load_bytes(data: bytes):
+        path = tmp_path / "x.pt"
+        path.write_bytes(data)
+        return load_torch_file(path, "x.pt")[0]
+
+    return load_bytes
+
+
+@pytest.fixture
+def refuse(load):
+    """The message with which bytes are refused."""
+
+    def refuse_bytes(data: bytes) -> str:
+        with pytest.raises(SourceError) as info:
+            load(data)
+        assert info.value.problems[0].where.startswith("x.pt")
+        return str(info.value)
+
+    return refuse_bytes
+
+
+def saved(value, **options) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer, **options)
+    return buffer.getvalue()
+
+
+def rezipped(data: bytes, *, change=None, compression=zipfile.ZIP_STORED) -> bytes:
+    """The same members in a new archive, valid but for the change."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as source, zipfile.ZipFile(out, "w", compression) as target:
+        for member in source.infolist():
+            content = source.read(member)
+            target.writestr(member.filename, change(member.filename, content) if change else content)
+    return out.getvalue()
+
+
+RECORD = {"input_ids": torch.arange(5), "hidden_states": torch.arange(40, dtype=torch.bfloat16).reshape(5, 2, 4)}
+
+
+def same(value) -> bool:
+    return value.keys() == RECORD.keys() and all(torch.equal(value[key], RECORD[key]) for key in RECORD)
+
+
+def test_a_good_file(load):
+    assert same(load(saved(RECORD)))
+
+
+def test_every_single_bit_flip_is_found_or_harmless(tmp_path, load):
+    """Each byte of a file, one bit of it flipped: refused, or exactly the same values (padding, file times)."""
+    data = saved(RECORD)
+    refused = 0
+    for position in range(len(data)):
+        damaged = bytearray(data)
+        damaged[position] ^= 1 << (position % 8)
+        try:
+            assert same(load(bytes(damaged))), position
+        except SourceError:
+            refused += 1
+    tensor_bytes = 5 * 8 + 40 * 2
+    assert refused > tensor_bytes
+
+
+def test_every_truncation_is_refused(refuse):
+    data = saved(RECORD)
+    for nbytes in range(0, len(data), 7):
+        refuse(data[:nbytes])
+    assert "truncated" in refuse(data[:-1])
+
+
+def test_a_file_saved_without_crcs(load):
+    """torch offers this; there is nothing to check then, and zeros everywhere say so."""
+    torch.serialization.set_crc32_options(False)
+    try:
+        data = saved(RECORD)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        assert {member.CRC for member in archive.infolist()} == {0}
+    assert same(load(data))
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"", "empty file"),
+        (bytes(4096), "zeros from the first byte"),
+        (b"<!DOCTYPE html><html>404", "web page"),
+        (b"\n<html>", "web page"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "Git LFS"),
+        (b"\x1f\x8b\x08\x00", "gzip"),
+        (pickle.dumps({"input_ids": [1]}), "plain pickle"),
+        (b"\x93NUMPY\x01\x00", "begin with"),
+        (b"PK\x05\x06" + bytes(18), "begin with"),
+        (b"PK\x03\x04", "truncated or damaged"),
+    ],
+)
+def test_files_that_are_something_else(refuse, data, words):
+    assert words in refuse(data)
+
+
+class Call:
+    """Unpickling this calls a function."""
+
+    def __init__(self, function, *args):
+        self.call = (function, args)
+
+    def __reduce__(self):
+        return self.call
+
+
+def executed(*args):
+    raise AssertionError("executed")
+
+
+class Named(NamedTuple):
+    """A tuple of a class of its own."""
+
+    a: int
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        ({"x": Call(executed)}, "executed"),
+        ({"x": Call(eval, "1")}, "eval"),
+        ({"x": Call(exec, "1")}, "exec"),
+        ({"x": Call(getattr, "", "join")}, "getattr"),
+        ({"x": np.arange(3)}, "numpy"),
+        ({"x": Named(1)}, "Named"),
+        ({"x": torch.nn.Linear(1, 1)}, "torch.nn.modules.linear.Linear"),
+    ],
+    ids=["own", "eval", "exec", "getattr", "numpy", "class", "module"],
+)
+@pytest.mark.parametrize("legacy", [False, True])
+def test_objects_that_loading_would_execute_are_named(refuse, value, name, legacy):
+    text = refuse(saved(value, _use_new_zipfile_serialization=not legacy))
+    assert name in text
+    assert "not executed" in text
+
+
+def test_a_legacy_file(load):
+    """Files from before torch 1.6, or saved that way, hold the same values; they can't be mapped."""
+    data = saved(RECORD, _use_new_zipfile_serialization=False)
+    assert not data.startswith(b"PK")
+    assert same(load(data))
+
+
+def test_a_truncated_legacy_file(refuse):
+    data = saved(RECORD, _use_new_zipfile_serialization=False)
+    refuse(data[:-1])
+    refuse(data[: len(data) // 2])
+
+
+def test_tensors_of_another_device_come_to_the_cpu(load):
+    data = rezipped(
+        saved(RECORD), change=lambda name, content: content.replace(b"X\x03\x00\x00\x00cpu", b"X\x06\x00\x00\x00cuda:0")
+    )
+    assert b"cuda:0" in data
+    assert same(load(data))
+
+
+def test_a_torchscript_archive(refuse):
+    """torch.load would hand these to torch.jit.load."""
+    data = io.BytesIO(saved(RECORD))
+    with zipfile.ZipFile(data, "a") as archive:
+        archive.writestr("archive/constants.pkl", pickle.dumps((), 2))
+    assert "TorchScript" in refuse(data.getvalue())
+
+
+def test_compressed_members(refuse):
+    """A zip bomb would have these; torch never writes them."""
+    assert "compressed" in refuse(rezipped(saved(RECORD), compression=zipfile.ZIP_DEFLATED))
+
+
+def test_bytes_before_the_archive(refuse):
+    """Of two archives in one file, one would be checked and the other loaded."""
+    assert "before it" in refuse(saved({"input_ids": torch.zeros(3)}) + saved(RECORD))
+
+
+def test_a_zip_of_something_else(refuse):
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("word/document.xml", "x")
+    assert "without data.pkl" in refuse(buffer.getvalue())
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_two_members_of_one_name(refuse):
+    data = io.BytesIO(saved(RECORD))
+    with zipfile.ZipFile(data, "a") as archive:
+        archive.writestr("archive/data/0", b"x")
+    assert "two of that name" in refuse(data.getvalue())
+
+
+def test_overlapping_members(refuse):
+    data = bytearray(saved({"a": torch.zeros(4), "b": torch.ones(4)}))
+    with zipfile.ZipFile(io.BytesIO(bytes(data))) as archive:
+        first, second = (archive.getinfo(f"archive/data/{i}").header_offset for i in (0, 1))
+    at = data.index(struct.pack("<I", second), data.index(b"PK\x01\x02"))
+    data[at : at + 4] = struct.pack("<I", first)
+    refuse(bytes(data))
+
+
+def test_a_giant_pickle(refuse, monkeypatch):
+    monkeypatch.setattr(torch_file, "_PICKLE_NBYTES", 64)
+    assert "the limit is 64" in refuse(saved(RECORD))
+
+
+def hand_made(numel: int, size, stride, offset: int = 0) -> bytes:
+    """A valid archive whose pickle claims a float32 storage of `numel` elements, and a view of it."""
+
+    def number(value: int) -> bytes:
+        digits = value.to_bytes((value.bit_length() + 8) // 8, "little", signed=True)
+        return b"\x8a" + bytes([len(digits)]) + digits
+
+    def numbers(values) -> bytes:
+        return b"(" + b"".join(map(number, values)) + b"t"
+
+    text = b"\x80\x02}X\x01\x00\x00\x00x" + GLOBALS + b"((X\x07\x00\x00\x00storagectorch\nFloatStorage\n"
+    text += b"X\x01\x00\x00\x000X\x03\x00\x00\x00cpu" + number(numel) + b"tQ" + number(offset)
+    text += numbers(size) + numbers(stride) + b"\x89ccollections\nOrderedDict\n)RtRs."
+    base = saved({"x": torch.ones(16)})
+    return rezipped(base, change=lambda name, content: text if name.endswith("data.pkl") else content)
+
+
+def test_hand_made_is_sound(load):
+    assert torch.equal(load(hand_made(16, (4, 4), (4, 1)))["x"], torch.ones(4, 4))
+
+
+@pytest.mark.parametrize(
+    ("numel", "size", "stride", "offset"),
+    [
+        (40, (40,), (1,), 0),  # over its member, still inside the file
+        (1 << 40, (1 << 40,), (1,), 0),
+        (16, (32,), (1,), 0),
+        (16, (8,), (1,), 12),
+        (16, (4,), (-1,), 8),
+        (8, (8,), (1,), 0),
+    ],
+)
+def test_sizes_are_not_believed(refuse, numel, size, stride, offset):
+    refuse(hand_made(numel, size, stride, offset))
+
+
+def test_an_expanded_view_is_not_copied_to_a_giant(load):
+    value = load(hand_made(16, (1 << 30, 7168), (0, 0)))["x"]
+    with pytest.raises(SourceError, match="expanded view"):
+        check_tensor(value, "x", 1000)
+    with pytest.raises(SourceError, match="expanded view"):
+        row_values(value, "x", 1000)
+
+
+def test_a_list_that_holds_itself(load):
+    value: list = [torch.ones(2)]
+    value.append(value)
+    assert torch.equal(load(saved(value))[0], torch.ones(2))
+
+
+def test_a_view_of_a_huge_storage_costs_its_own_pages(tmp_path, repo_root, run_python):
+    """A slice of a batch, saved with the storage behind it."""
+    path = tmp_path / "view.pt"
+    storage = torch.zeros(96 << 20, dtype=torch.int8)
+    storage[5_000_000:5_008_704] = 7
+    torch.save({"hidden_states": storage[5_000_000:5_008_704].view(torch.bfloat16).reshape(17, 4, 64)}, path)
+    assert path.stat().st_size > 96 << 20
+    code = f"""
+import resource, sys, torch
+from pathlib import Path
+from hsfmt.readers.sources.torch_file import load_torch_file
+from hsfmt.readers.sources.torch_states import split_layers, stack_layers
+path = Path({str(path)!r})
+def read():
+    record, nbytes = load_torch_file(path, "x")
+    return stack_layers(split_layers(record["hidden_states"], 17, None, "x", nbytes), "x")
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+states = read()
+assert states.nbytes == 8704 and set(states.tobytes()) == {{7}}
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
+"""
+    assert int(run_python(code, path=repo_root)) < 48
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_all_bit_patterns_survive(load, dtype):
+    """NaN payloads, signed zeros and subnormals too, through views and stacking."""
+    if dtype is torch.float32:
+        bits = torch.from_numpy(np.random.default_rng(0).integers(-(2**31), 2**31, (256, 256), dtype=np.int32))
+    else:
+        bits = torch.arange(65536, dtype=torch.int32).to(torch.int16).reshape(256, 256)
+    states = bits.view(dtype)
+    value = load(saved([states[:, :128], states[:, 128:]]))
+    array = stack_layers(split_layers(value, 256, None, "x", 1 << 20), "x")
+    assert array.shape == (256, 2, 128)
+    assert array.tobytes() == bits.numpy().tobytes()
+
+
+def test_dtype_of_the_arrays(load):
+    array = stack_layers([RECORD["hidden_states"]], "x")
+    assert array.dtype == ml_dtypes.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: torch.eye(3).to_sparse(), "plain dense tensor"),
+        (lambda: torch.quantize_per_tensor(torch.ones(3), 1.0, 0, torch.qint8), "plain dense tensor"),
+        (lambda: torch.ones(3, device="meta"), "plain dense tensor"),
+        (lambda: "text", "got str"),
+    ],
+    ids=["sparse", "quantized", "meta", "text"],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_tensors_that_are_not_plain(make, words):
+    with pytest.raises(SourceError, match=words):
+        check_tensor(make(), "x", 1000)
+
+
+def test_parameters_lose_their_gradient(load):
+    value = load(saved({"x": torch.nn.Parameter(torch.ones(2))}))["x"]
+    assert not check_tensor(value, "x", 1000).requires_grad
+
+
+def test_an_old_torch_is_refused(load, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.5.1+cu121")
+    with pytest.raises(UsageError, match=r"2\.6 or later"):
+        load(saved(RECORD))
+
+
+def test_no_torch(load, monkeypatch):
+    data = saved(RECORD)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(UsageError, match="install torch"):
+        load(data)
