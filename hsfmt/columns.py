@@ -20,6 +20,7 @@ CORE_COLUMNS = (STATES, IDS, MASK)
 NAME_PATTERN = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
 MAX_ROWS = 1 << 40
+MAX_RANK = 8
 MAX_CHUNK_NBYTES = 64 << 20
 MAX_SHARD_NBYTES = 4 << 30
 MAX_SHARD_CHUNK_ROWS = 4096
@@ -193,7 +194,7 @@ def _faults(
 
 
 def _shape(value: object) -> tuple[int, ...] | None:
-    if not isinstance(value, list) or not 0 < len(value) <= 8:
+    if not isinstance(value, list) or not 0 < len(value) <= MAX_RANK:
         return None
     if not all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n <= MAX_ROWS for n in value):
         return None

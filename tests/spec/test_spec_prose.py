@@ -4,13 +4,12 @@ import json
 import re
 
 import pytest
+from vector_cases import PROSE, VECTORS
 
 from hsfmt import canonical, codecs, columns, dtypes, header, index, layout, manifest, pointer, tables
 from hsfmt.storage import base
 from hsfmt.zarr_metadata import parse_root
 from spec.vectors.folder import Folder
-
-from conftest import PROSE, VECTORS  # isort: skip
 
 UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 CAPS = {
@@ -39,7 +38,7 @@ def section(title: str) -> str:
 
 def number(text: str) -> int:
     if "^" in text:
-        return int(text.split("^")[0]) ** int(text.split("^")[1])
+        return int(text.split("^", maxsplit=1)[0]) ** int(text.split("^")[1])
     value, _, unit = text.partition(" ")
     return int(value) * UNITS.get(unit, 1)
 

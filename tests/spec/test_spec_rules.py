@@ -4,7 +4,7 @@ import ast
 import json
 import re
 
-from conftest import INVALID, PROSE, SPEC, about  # isort: skip
+from vector_cases import INVALID, PROSE, SPEC, about
 
 CITED = re.compile(r"\b([A-Z]{2,6})-(\d+)(?:,? (?:to|and) ([A-Z]{2,6})-(\d+))?\b")
 # Names of other things that look like rules.

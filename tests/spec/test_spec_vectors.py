@@ -7,6 +7,7 @@ import numcodecs
 import numpy as np
 import pytest
 import xxhash
+from vector_cases import INVALID, SPEC, VALID, VECTORS, about, expected
 
 from hsfmt import catalog, layout
 from hsfmt.errors import FormatVersionError, HsfmtError, NotFoundError
@@ -19,8 +20,6 @@ from hsfmt.writers.dataset_writer import DatasetWriter
 from spec.reference.dataset import load, to_json
 from spec.reference.refusal import Refused
 from spec.vectors.make import make, sums
-
-from conftest import INVALID, SPEC, VALID, VECTORS, about, expected  # isort: skip
 
 
 def test_released_vectors_are_as_they_were():

@@ -101,7 +101,7 @@ def test_a_null_that_was_a_value(plain):
 
 
 def test_ragged_rows_of_the_neighbour(plain):
-    offsets = changed(plain.index.offsets["topk"], 1, plain.index.offsets["topk"][1] + 1)
+    offsets = changed(plain.index.offsets["topk"], 2, plain.index.offsets["topk"][2] + 1)
     plain.set_index(offsets={"topk": offsets})
     assert {finding.code for finding in errors(plain)} == {"extra_digest"}
 
@@ -191,13 +191,15 @@ def test_every_chunk_digest_of_a_shard_is_one_finding(forger):
     assert found[0].samples == ("s0-0", "s0-1", "s0-2")
 
 
-def test_ids_that_are_not_utf8_or_occur_twice(forger):
-    ids, offsets = pack_strings([b"s0-0", b"\xff\xfe", b"s0-0"])
-    forger.set_index(ids=ids, id_offsets=offsets)
+@pytest.mark.parametrize(
+    ("ids", "code"), [([b"s0-0", b"x", b"s0-0"], "sample_id"), ([b"s0-0", b"\xff\xfe", b"x"], "corrupt")]
+)
+def test_ids_are_utf8_and_occur_once(forger, ids, code):
+    data, offsets = pack_strings(ids)
+    forger.set_index(ids=data, id_offsets=offsets)
     forger.sign(reseal=False)
-    found = [f for f in verify(forger.root, level="full").errors if f.code == "sample_id"]
-    assert {f.expected for f in found} == {"UTF-8", "ids that occur once in the part"}
-    assert all(f.path == "hsfmt/index/part-0.safetensors" for f in found)
+    found = [f for f in verify(forger.root, level="full").errors if f.code == code]
+    assert [f.where for f in found] == ["hsfmt/index/part-0.safetensors: ids"]
 
 
 @pytest.mark.parametrize("meta", [b"", b"[]", b'{"a":NaN}', b'{"a":1,"a":2}', b"\xff"])
