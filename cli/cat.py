@@ -15,7 +15,8 @@ from hsfmt.columns import IDS, MASK, STATES
 from hsfmt.errors import SampleNotFoundError, UsageError
 from hsfmt.header import Header
 from hsfmt.readers.part_cache import OpenPart
-from hsfmt.readers.sample_reader import SampleArrays, SampleReader
+from hsfmt.readers.sample_arrays import SampleArrays
+from hsfmt.readers.sample_reader import SampleReader
 from hsfmt.storage import open_store
 from hsfmt.writers.sample_files import SUFFIXES, FileTensor, file_name, write_sample_file
 

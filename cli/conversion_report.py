@@ -9,7 +9,7 @@ from typing import Any
 
 from hsfmt.cli import units
 from hsfmt.cli.estimate import Estimate
-from hsfmt.cli.failures import json_problems, one_line
+from hsfmt.cli.failures import exit_code, json_problems, one_line
 from hsfmt.cli.slices import Tally
 from hsfmt.header import Header
 from hsfmt.readers.sources import Source
@@ -118,7 +118,7 @@ class Report:
             },
         }
         if self.error is not None:
-            document["error"] = json_problems(self.error)
+            document |= {"error": json_problems(self.error), "exit_code": exit_code(self.error)}
         return document
 
     def text(self) -> str:
@@ -161,6 +161,7 @@ class Report:
             "not_reached": "not reached",
         }
         counts = self.counts()
+        words["hole"] = "hole" if counts["hole"] == 1 else "holes"
         shown = [f"{counts[key]:,} {word}" for key, word in words.items() if counts[key] or key == "sample"]
         return f"{', '.join(shown)}; {sum(counts.values()):,} in the source"
 

@@ -124,6 +124,9 @@ def _print_json(opened: Opened, name: str, rows: Iterator[dict[str, Any]]) -> in
     except HsfmtError as error:
         failure = error
         show(error)
-    tail = f', "error": {json.dumps(json_problems(failure))}' if failure else ""
-    click.echo(f"\n]{tail}}}")
-    return exit_code(failure) if failure else 0
+    if failure is None:
+        click.echo("\n]}")
+        return 0
+    code = exit_code(failure)
+    click.echo(f'\n], "error": {json.dumps(json_problems(failure))}, "exit_code": {code}}}')
+    return code

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import select
 import sys
 from importlib import import_module
 from typing import Any
@@ -52,6 +54,8 @@ class CommandLine(click.Group):
             result = super().invoke(ctx)
             sys.stdout.flush()
         except BrokenPipeError:
+            if not _reader_is_gone():
+                raise
             # What is still buffered has nowhere to go, and Python would complain about it at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise click.exceptions.Exit(BROKEN_PIPE) from None
@@ -73,12 +77,21 @@ class CommandLine(click.Group):
         sys.exit(code if isinstance(code, int) else 0)
 
 
+def _reader_is_gone() -> bool:
+    """Say whether it is stdout's pipe that broke, not a connection of a storage."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
 @click.group(
     cls=CommandLine, epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}
 )
 @click.version_option(hsfmt.__version__, prog_name="hsfmt", message=f"%(prog)s %(version)s (format {FORMAT})")
 def main() -> None:
     """Datasets of multi-layer LLM hidden states: convert, check, look at, seal."""
+    # The commands report by themselves; without a handler, Python would print the package's warnings once more.
+    logging.getLogger("hsfmt").addHandler(logging.NullHandler())
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from hsfmt.cli import units
 from hsfmt.cli.failures import one_line
-from hsfmt.readers.sample_reader import SampleArrays
+from hsfmt.readers.sample_arrays import SampleArrays
 
 _BLOCK_TOKENS = 1024
 _SHOWN_IDS = 12

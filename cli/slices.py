@@ -5,13 +5,16 @@ A slice opens a writer of its own and commits parts of its own, so that slices n
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
+import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,6 +26,7 @@ from hsfmt.writers.dataset_writer import DatasetWriter
 
 GO_ON, FINISH, ABANDON = 0, 1, 2
 _POLL_SECONDS = 0.2
+_GRACE_SECONDS = 2.0  # for a slice to remove what it did not commit
 _SHOWN_IDS = 20
 
 
@@ -240,9 +244,18 @@ _WORKER: list[tuple[Task, Board]] = []
 
 
 def _start_worker(task: Task, shared: Any) -> None:
-    # The terminal sends Ctrl-C to all of us; the parent decides and tells us over the board.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.getLogger("hsfmt").addHandler(logging.NullHandler())  # as in the parent
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     _WORKER[:] = [(task, _SharedBoard(shared))]
+
+
+def _end_with_parent() -> None:
+    """End this process after its parent, which the pool would wait for in vain: its queue is open in all workers."""
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        time.sleep(_GRACE_SECONDS)
+        os._exit(1)
 
 
 def _run_in_worker(numbers: Sequence[int]) -> Tally | None:
@@ -274,9 +287,12 @@ def run_slices(task: Task, slices: Sequence[Sequence[int]], workers: int, progre
     shared = context.Array("q", 3)
     n = min(workers, len(slices))
     with ProcessPoolExecutor(n, context, initializer=_start_worker, initargs=(task, shared)) as pool:
+        # The terminal sends Ctrl-C to the workers too, which inherit that it is blocked: only we decide what it means.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         waiting = {pool.submit(_run_in_worker, numbers) for numbers in slices}
         failure: BaseException | None = None
         try:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             while waiting:
                 done, waiting = wait(waiting, _POLL_SECONDS, FIRST_COMPLETED)
                 progress.update(shared[2], f"{shared[1]:,} files")

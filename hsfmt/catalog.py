@@ -1,6 +1,6 @@
 """The committed set: creating a dataset, listing its parts, loading manifests and indexes with their checks.
 
-Spec: rules LAY-2, HDR-9, MAN-1, MAN-3, MAN-8, SNAP-9. One listing of `hsfmt/manifests/` is the whole truth; there is
+Spec: rules LAY-3, HDR-9, MAN-1, MAN-3, MAN-8, SNAP-9. One listing of `hsfmt/manifests/` is the whole truth; there is
 no lock.
 """
 
@@ -46,7 +46,7 @@ def read_header(store: Store) -> Header:
 
 
 def ensure_dataset(store: Store, wanted: Header) -> Header:
-    """Create the dataset, or join it if it exists; any number of writers may do so at once (rule HDR-9).
+    """Create the dataset, or join it if it exists; any number of writers may do so at once (rules HDR-9, WRITE-8).
 
     Returns
     -------

@@ -1,6 +1,6 @@
 """Digests: what is hashed, in which byte form.
 
-Spec: rules DIG-1 to DIG-5. They guard against accidents, not attackers; the algorithm's name is part of every digest.
+Spec: rules DIG-1 to DIG-6. They guard against accidents, not attackers; the algorithm's name is part of every digest.
 """
 
 from __future__ import annotations

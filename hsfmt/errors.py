@@ -46,24 +46,25 @@ class HsfmtError(Exception):
     Attributes
     ----------
     problems : tuple[Problem, ...]
-        All that was found wrong, at least one.
+        All that was found wrong; empty only for an error that came out of another process as text.
     exit_code : int
         Exit code of the command line: 1 problems in the data, 2 usage or bad input, 3 not found or storage failure.
     """
 
     exit_code = 1
 
-    def __init__(self, problems: Iterable[Problem]) -> None:
-        self.problems = tuple(problems)
-        super().__init__("\n".join(map(str, self.problems)))
+    def __init__(self, problems: Iterable[Problem] | str) -> None:
+        # A text is what torch's DataLoader calls the class with, to raise a worker's error again in the parent.
+        self.problems = () if isinstance(problems, str) else tuple(problems)
+        super().__init__(problems if isinstance(problems, str) else "\n".join(map(str, self.problems)))
 
     @classmethod
     def at(cls, where: str, *, expected: str, got: str, remedy: str = "", samples: tuple[str, ...] = ()) -> Self:
         """Make the error of a single problem."""
         return cls([Problem(where, expected, got, remedy, samples)])
 
-    def __reduce__(self) -> tuple[type[Self], tuple[tuple[Problem, ...]]]:
-        return type(self), (self.problems,)
+    def __reduce__(self) -> tuple[type[Self], tuple[tuple[Problem, ...] | str]]:
+        return type(self), (self.problems or str(self),)
 
 
 class CorruptionError(HsfmtError, ValueError):

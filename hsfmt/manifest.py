@@ -190,7 +190,7 @@ def parse_manifest(data: bytes, part: str, where: str) -> PartManifest:
 def _build(document: dict[str, Any], part: str, header: Header, where: str) -> PartManifest:
     files = tuple(
         FileEntry(_text(entry["path"]), _count(entry["nbytes"]), digests.check(entry["digest"], where))
-        for entry in document["files"]
+        for entry in _entries(document["files"])
     )
     return PartManifest(
         part=part,
@@ -198,12 +198,12 @@ def _build(document: dict[str, Any], part: str, header: Header, where: str) -> P
         columns=_columns(document["columns"], where),
         files=files,
         counts=Counts(*(_count(document["counts"][key]) for key in Counts.__slots__)),
-        holes={str(entry["id"]): str(entry["reason"]) for entry in document["holes"]},
+        holes={_text(entry["id"]): _text(entry["reason"]) for entry in _entries(document["holes"])},
         replaces={
             layout.check_part_name(entry["part"], where): digests.check(entry["digest"], where)
-            for entry in document["replaces"]
+            for entry in _entries(document["replaces"])
         },
-        producer=dict(document["producer"]),
+        producer=dict(document["producer"].items()),
         format=document["format"],
         readable_from=document["readable_from"],
         extra={key: value for key, value in document.items() if key not in _KNOWN},
@@ -220,6 +220,12 @@ def _columns(document: dict[str, Any], where: str) -> dict[str, Column]:
     if problems:
         raise FormatError(problems)
     return columns
+
+
+def _entries(value: object) -> list[Any]:
+    if not isinstance(value, list):
+        raise TypeError(f"{value!r} is no list")
+    return value
 
 
 def _text(value: object) -> str:
@@ -276,6 +282,8 @@ def _problems(manifest: PartManifest, document: dict[str, Any], where: str) -> l
             columns[MASK],
         )
         rows = {"token": counts.tokens, "sample": counts.samples}
+        for name in CORE_COLUMNS:
+            expect(columns[name].kind == "token", name, "kind token", columns[name].kind)
         for column in columns.values():
             expect(
                 column.n_rows == rows.get(column.kind, column.n_rows),

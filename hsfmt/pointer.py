@@ -1,6 +1,6 @@
 """The pointer `hsfmt/manifest.json` to the current snapshot: the only object that is ever replaced.
 
-Spec: rules SNAP-9 and SNAP-10.
+Spec: rule SNAP-9.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Sealing: make a snapshot of all that is committed and point at it.
 
-Spec: rules SEAL-1 to SEAL-6. No lock: whoever replaces the pointer lists again, and repeats if the committed set grew.
+Spec: rules SEAL-1 to SEAL-7. No lock: whoever replaces the pointer lists again, and repeats if the committed set grew.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def _check_retracted(retract: Collection[str], parts: Collection[LoadedPart]) ->
 
 def _directories(parts: list[LoadedPart]) -> set[str]:
     files = (entry.path for part in parts for entry in part.manifest.files)
-    return {layout.MANIFESTS, layout.INDEXES, "parts", *(path.rpartition("/")[0] for path in files)}
+    return {layout.MANIFESTS, *(path.rpartition("/")[0] for path in files)}
 
 
 def _retracted(store: Store, header: Header) -> set[str]:

@@ -160,7 +160,11 @@ def parse_snapshot(data: bytes, where: str, fingerprint: str | None = None) -> S
         "supervised_tokens": int(n_supervised.sum(dtype=np.int64)),
     }
     counts = document.get("counts")
-    if not isinstance(counts, dict) or any(counts.get(key) != value for key, value in totals.items()):
+    if (
+        not isinstance(counts, dict)
+        or {**counts, **totals} != counts
+        or not all(_is_count(counts.get(key)) for key in (*totals, "holes"))
+    ):
         raise CorruptionError.at(f"{where}: counts", expected=str(totals), got=repr(counts)[:200])
     try:
         return Snapshot(
@@ -175,6 +179,10 @@ def parse_snapshot(data: bytes, where: str, fingerprint: str | None = None) -> S
         )
     except (KeyError, TypeError) as error:
         raise CorruptionError.at(where, expected="the members of a snapshot", got=repr(error)[:200]) from None
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _size(value: object) -> int:

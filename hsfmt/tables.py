@@ -154,7 +154,8 @@ def check_offsets(offsets: npt.NDArray[np.int64], total: int, where: str, *, str
     CorruptionError
         They do not.
     """
-    steps = np.diff(offsets)
-    if offsets[0] != 0 or offsets[-1] != total or np.any(steps < (1 if strict else 0)):
-        got = f"from {offsets[0]} to {offsets[-1]}, steps from {steps.min(initial=0)}"
+    # Compared, not subtracted: a difference can wrap around to a positive one.
+    falls = offsets[1:] <= offsets[:-1] if strict else offsets[1:] < offsets[:-1]
+    if offsets[0] != 0 or offsets[-1] != total or np.any(falls):
+        got = f"from {offsets[0]} to {offsets[-1]}, falling {int(np.count_nonzero(falls))} times"
         raise CorruptionError.at(where, expected=f"offsets rising from 0 to {total}", got=got)

@@ -67,3 +67,4 @@ def _check(document: Any, key: str, where: str, verb: str) -> None:
             got=f"format {document.get('format')}, {verb} from {needed[0]}.{needed[1]} on",
             remedy=_REMEDY,
         )
+    parse_version(document.get("format"), f"{where}: format")

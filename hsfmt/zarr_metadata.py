@@ -53,7 +53,7 @@ def parse_root(data: bytes, where: str) -> Header:
 
 
 def array_document(column: Column) -> bytes:
-    """Return the zarr.json of a column's array (rules ZARR-2 to ZARR-5)."""
+    """Return the zarr.json of a column's array (rules ZARR-3 to ZARR-5)."""
     sharding = {
         "chunk_shape": list(column.chunk_shape),
         "codecs": zarr_codecs(column.codec, column.dtype.itemsize),

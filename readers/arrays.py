@@ -130,8 +130,8 @@ class ZarrDataset:
 class ConcatenatedColumn:
     """A column over all parts, one after the other along the first axis; nothing is read before it is indexed.
 
-    What NumPy, dask (`dask.array.from_array`) and xarray ask of an array: `shape`, `dtype`, `ndim`, `len`, indexing by
-    integers, slices and `...`, and conversion by `numpy.asarray`.
+    What NumPy, dask (`dask.array.from_array`) and through it xarray ask of an array: `shape`, `dtype`, `ndim`,
+    indexing by integers, slices and `...`, and conversion by `numpy.asarray`.
 
     Attributes
     ----------

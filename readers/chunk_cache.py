@@ -28,12 +28,12 @@ class ChunkCache(ForkAware):
         super().__init__()
         self._max_nbytes = max_nbytes
         self._arrays: OrderedDict[Key, Array] = OrderedDict()
-        self._nbytes = 0
         self.after_fork()
 
     def after_fork(self) -> None:
-        """Take a new lock; what is cached stays."""
+        """Take a new lock; what is cached stays. Another thread may have been halfway through a change."""
         self._lock = threading.Lock()
+        self._nbytes = sum(array.nbytes for array in self._arrays.values())
 
     @property
     def nbytes(self) -> int:

@@ -12,7 +12,8 @@ import numpy.typing as npt
 from hsfmt.errors import UsageError
 from hsfmt.header import Header
 from hsfmt.readers.open_snapshot import SampleIds, sample_number
-from hsfmt.readers.sample_reader import ReadOptions, SampleArrays, SampleReader, SampleRequest, layer_planes
+from hsfmt.readers.sample_arrays import SampleArrays, SampleRequest, layer_planes
+from hsfmt.readers.sample_reader import ReadOptions, SampleReader
 from hsfmt.storage import Store
 
 if TYPE_CHECKING:

@@ -1,4 +1,7 @@
-"""Fetch, check and decode what the planner laid out. A byte that does not match its digest goes nowhere."""
+"""Fetch, check and decode what the planner laid out. A byte that does not match its digest goes nowhere.
+
+Spec: rules READ-1, READ-3 and READ-4.
+"""
 
 from __future__ import annotations
 

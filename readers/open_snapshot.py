@@ -1,4 +1,7 @@
-"""Which snapshot a reader reads: the one that the pointer names, one by its fingerprint, or a live one."""
+"""Which snapshot a reader reads: the one that the pointer names, one by its fingerprint, or a live one.
+
+Spec: rules READ-3 and READ-6. Two reads open a dataset: the pointer and the snapshot index, which both hold the header.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The parts of a snapshot, loaded when first asked for, each file compared with the digest that names it."""
+"""The parts of a snapshot, loaded when first asked for, each file compared with the digest that names it.
+
+Spec: rule READ-3.
+"""
 
 from __future__ import annotations
 
@@ -63,12 +66,12 @@ class PartCache(ForkAware):
         self._snapshot = snapshot
         self._max_nbytes = max_nbytes
         self._parts: OrderedDict[int, OpenPart] = OrderedDict()
-        self._nbytes = 0
         self.after_fork()
 
     def after_fork(self) -> None:
-        """Take a new lock; what is loaded stays."""
+        """Take a new lock; what is loaded stays. Another thread may have been halfway through a change."""
         self._lock = threading.Lock()
+        self._nbytes = sum(map(self._cost, self._parts))
 
     def get(self, number: int) -> OpenPart:
         """Return a part by its place in the snapshot's parts table.

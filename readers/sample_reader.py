@@ -1,28 +1,32 @@
-"""Samples of a snapshot as NumPy arrays: the reader under every view. No torch here."""
+"""Samples of a snapshot as NumPy arrays: the reader under every view. No torch here.
+
+Spec: rules READ-1 to READ-6.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from hsfmt import canonical, digests
-from hsfmt.columns import CORE_COLUMNS, IDS, MASK, STATES, Column
-from hsfmt.dtypes import dtype
-from hsfmt.errors import CorruptionError, SampleNotFoundError, UsageError
+from hsfmt import digests
+from hsfmt.errors import CorruptionError, SampleNotFoundError
 from hsfmt.header import Header
 from hsfmt.layout import index_path
-from hsfmt.readers.batch import ReadBatch, Rows
+from hsfmt.readers.batch import ReadBatch
 from hsfmt.readers.chunk_cache import ChunkCache
 from hsfmt.readers.fetch import Fetcher
 from hsfmt.readers.open_snapshot import SampleIds, SnapshotChoice, choose_snapshot, sample_number
 from hsfmt.readers.part_cache import OpenPart, PartCache
+from hsfmt.readers.sample_arrays import SampleArrays, SampleRequest, ask, layer_planes
 from hsfmt.snapshot import Snapshot
 from hsfmt.storage import Store, open_store
+
+__all__ = ["ReadOptions", "SampleArrays", "SampleReader", "SampleRequest"]
 
 Array = npt.NDArray[Any]
 
@@ -45,66 +49,6 @@ class ReadOptions:
     n_threads: int | None = None
     part_cache_nbytes: int = 512 << 20
     chunk_cache_nbytes: int = 32 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class SampleRequest:
-    """Tokens [start, stop) of sample `index`, the states into `out` if it is given ([token, layer, hidden])."""
-
-    index: int
-    start: int | None = None
-    stop: int | None = None
-    out: Array | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SampleArrays:
-    """A sample, or a window of its tokens. The arrays belong to the caller.
-
-    Attributes
-    ----------
-    sample_id
-        Its id.
-    input_ids
-        int64 [token].
-    loss_mask
-        bool [token].
-    hidden_states
-        [token, layer, hidden], bit patterns in the storage dtype: uint16 for bfloat16, uint8 for float8_e4m3fn.
-    extras
-        By column name, in storage dtypes: [token, ...], [...] or [row, ...] by the column's kind; None is a null.
-    extra_dtypes
-        The element types of the extras by name.
-    meta
-        The metadata object as stored.
-    """
-
-    sample_id: str
-    input_ids: npt.NDArray[np.int64]
-    loss_mask: npt.NDArray[np.bool_]
-    hidden_states: Array
-    extras: Mapping[str, Array | None] = field(default_factory=dict)
-    extra_dtypes: Mapping[str, str] = field(default_factory=dict)
-    meta: bytes = b"{}"
-
-    @property
-    def metadata(self) -> dict[str, Any]:
-        """The metadata object."""
-        document: dict[str, Any] = canonical.loads(self.meta, f"metadata of {self.sample_id}", metadata=True)
-        return document
-
-
-@dataclass(slots=True)
-class _Pending:
-    """A sample whose bytes are on the way."""
-
-    sample_id: str
-    meta: bytes
-    states: Array
-    ids: Rows
-    mask: Rows
-    extras: dict[str, Rows | None]
-    extra_dtypes: dict[str, str]
 
 
 @dataclass(slots=True)
@@ -309,13 +253,16 @@ class SampleReader:
         """
         planes = layer_planes(self.header, layers)
         batch = ReadBatch(self._state.fetcher, self._state.chunks)
-        pending = [self._ask(batch, number, request, planes, extras) for number, request in enumerate(requests)]
+        pending = [
+            ask(batch, number, self.locate(request.index), request, planes, extras)
+            for number, request in enumerate(requests)
+        ]
 
         def naming(owners: Iterable[int]) -> tuple[str, ...]:
             return tuple(dict.fromkeys(pending[owner].sample_id for owner in owners))
 
         batch.execute(naming)
-        return [_finished(sample) for sample in pending]
+        return [sample.arrays() for sample in pending]
 
     def locate(self, index: int) -> tuple[OpenPart, int]:
         """Return (part, row) of a sample, compared with what the snapshot says of it.
@@ -340,115 +287,3 @@ class SampleReader:
     def close(self) -> None:
         """Close the files that are open; reading goes on to work."""
         self._state.fetcher.close()
-
-    def _ask(
-        self,
-        batch: ReadBatch,
-        number: int,
-        request: SampleRequest,
-        planes: Sequence[int],
-        extras: Sequence[str] | None,
-    ) -> _Pending:
-        part, row = self.locate(request.index)
-        index, columns = part.index, part.columns
-        first, end = int(index.token_offsets[row]), int(index.token_offsets[row + 1])
-        start, stop = _window(request, end - first)
-        rows = (first + start, first + stop)
-        states = _destination(request.out, (stop - start, len(planes), self.header.hidden_size), self.header.dtype)
-        batch.own(batch.into(part, columns[STATES], rows, planes, states), number)
-        asked: dict[str, Rows | None] = {}
-        for name in _extra_names(part, extras):
-            column = columns[name]
-            span = _extra_rows(part, column, row, rows)
-            asked[name] = batch.rows(part, column, span, number) if index.valid[name][row] else None
-        return _Pending(
-            sample_id=index.sample_id(row),
-            meta=index.meta_bytes(row),
-            states=states,
-            ids=batch.rows(part, columns[IDS], rows, number),
-            mask=batch.rows(part, columns[MASK], rows, number),
-            extras=asked,
-            extra_dtypes={name: columns[name].dtype_name for name in asked},
-        )
-
-
-def layer_planes(header: Header, layers: Sequence[int] | None) -> list[int]:
-    """Return the positions on the layer axis of HF layer ids.
-
-    Raises
-    ------
-    UsageError
-        An id that is not stored, or another order than ascending.
-    """
-    if layers is None:
-        return list(range(header.n_layers))
-    wanted = [int(layer) for layer in layers]
-    missing = [layer for layer in wanted if layer not in header.layers]
-    if missing or not wanted or wanted != sorted(set(wanted)):
-        expected = f"HF ids in ascending order out of {list(header.layers)}"
-        remedy = "" if missing else "stored states come in the order of the layers: reorder the tensor yourself"
-        raise UsageError.at("layers", expected=expected, got=str(wanted)[:200], remedy=remedy)
-    return [header.layers.index(layer) for layer in wanted]
-
-
-def _window(request: SampleRequest, length: int) -> tuple[int, int]:
-    start = 0 if request.start is None else int(request.start)
-    stop = length if request.stop is None else int(request.stop)
-    if not 0 <= start <= stop <= length:
-        got = f"[{start}, {stop})"
-        raise UsageError.at(f"tokens of sample {request.index}", expected=f"a window within [0, {length})", got=got)
-    return start, stop
-
-
-def _destination(out: Array | None, shape: tuple[int, int, int], name: str) -> Array:
-    storage = dtype(name).storage
-    if out is None:
-        return np.empty(shape, storage)
-    if out.shape != shape or out.dtype.itemsize != storage.itemsize or not out.flags.writeable:
-        got = f"{out.dtype} {out.shape}{'' if out.flags.writeable else ', read-only'}"
-        raise UsageError.at("out", expected=f"a writable array {shape} that holds {name}", got=got)
-    return out.view(storage)
-
-
-def _extra_names(part: OpenPart, wanted: Sequence[str] | None) -> list[str]:
-    stored = sorted(name for name in part.columns if name not in CORE_COLUMNS)
-    if wanted is None:
-        return stored
-    missing = [name for name in wanted if name not in stored]
-    if missing:
-        expected = f"columns of part {part.name}: {', '.join(stored) or 'it has no extra ones'}"
-        raise UsageError.at("extras", expected=expected, got=", ".join(missing))
-    return list(wanted)
-
-
-def _extra_rows(part: OpenPart, column: Column, row: int, tokens: tuple[int, int]) -> tuple[int, int]:
-    """Return the rows of an extra column that belong to a sample, or to the wanted tokens of it."""
-    if column.kind == "token":
-        return tokens
-    if column.kind == "sample":
-        return row, row + 1
-    offsets = part.index.offsets[column.name]
-    return int(offsets[row]), int(offsets[row + 1])
-
-
-def _finished(sample: _Pending) -> SampleArrays:
-    mask = sample.mask.array()
-    if np.any(mask > 1):
-        where = f"loss_mask of {sample.sample_id}"
-        raise CorruptionError.at(where, expected="0 or 1", got=str(int(mask.max())), samples=(sample.sample_id,))
-    return SampleArrays(
-        sample_id=sample.sample_id,
-        input_ids=sample.ids.array().astype(np.int64, copy=False),
-        loss_mask=mask.view(np.bool_),
-        hidden_states=sample.states,
-        extras={name: None if rows is None else _value(rows) for name, rows in sample.extras.items()},
-        extra_dtypes=sample.extra_dtypes,
-        meta=sample.meta,
-    )
-
-
-def _value(rows: Rows) -> Array:
-    array = rows.array()
-    if rows.column.dtype_name == "bool":
-        array = array.view(np.bool_)
-    return array.reshape(array.shape[1:]) if rows.column.kind == "sample" else array

@@ -17,7 +17,7 @@ import torch
 from hsfmt.dtypes import dtype
 from hsfmt.errors import UsageError
 from hsfmt.header import Header
-from hsfmt.readers.sample_reader import SampleArrays
+from hsfmt.readers.sample_arrays import SampleArrays
 
 Item = dict[str, Any]
 Array = npt.NDArray[Any]

@@ -1,7 +1,7 @@
 """A read-only Zarr store that gives out nothing but checked bytes.
 
-Metadata is made from manifests, shard indexes from chunk tables; a range of a shard is read in whole chunks, which are
-compared with their digests. What should exist and does not is an error, never absent.
+Spec: rules READ-3, READ-4 and ZARR-6. Metadata is made from manifests, shard indexes from chunk tables; a range of a
+shard is read in whole chunks, which are compared with their digests. What should exist and does not is an error.
 """
 
 from __future__ import annotations

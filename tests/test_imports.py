@@ -12,7 +12,7 @@ HEAVY = ("torch", "zarr")
 # Modules that exist for torch or zarr, and may import it at the top.
 ALLOWED = {
     "torch": {"readers/views.py", "readers/sources/torch_states.py"},
-    "zarr": {"hsfmt/zarr_dtypes.py", "hsfmt/zarr_plugin.py", "readers/arrays.py"},
+    "zarr": {"hsfmt/zarr_dtypes.py", "hsfmt/zarr_plugin.py", "readers/arrays.py", "readers/zarr_store.py"},
 }
 FOLDERS = ("hsfmt", "readers", "writers", "cli")
 

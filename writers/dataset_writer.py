@@ -1,6 +1,7 @@
 """DatasetWriter: the public way to write samples into a dataset.
 
-Spec: rules WRITE-1 to WRITE-8. Accepted (write() returned) and durable (commit() returned the id) are different words.
+Spec: rules SMP-6, SMP-7 and WRITE-6. Accepted (write() returned) and durable (commit() returned the id) are different
+words.
 """
 
 from __future__ import annotations

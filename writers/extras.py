@@ -1,6 +1,6 @@
 """Extra columns: what a writer declares, and a sample's values for them.
 
-Spec: rules COL-3, COL-4, COL-6 and DIG-4.
+Spec: rules COL-1, COL-2, COL-8 and DIG-4.
 """
 
 from __future__ import annotations

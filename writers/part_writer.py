@@ -1,6 +1,6 @@
 """One part: samples in, a committed part out.
 
-Spec: rules WRITE-1 to WRITE-6: data under temporary names, synced, renamed; directories synced; every file's existence
+Spec: rules WRITE-2 to WRITE-7: data under temporary names, synced, renamed; directories synced; every file's existence
 and size checked again; the manifest last.
 """
 

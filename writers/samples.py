@@ -246,7 +246,13 @@ def _states(value: Any, header: Header, n_tokens: int, where: str) -> tuple[Sequ
 
 
 def _to_numpy(value: Any) -> Array:
-    return np.asarray(value.detach().cpu().numpy() if _is_tensor(value) else value)
+    if not _is_tensor(value):
+        return np.asarray(value)
+    tensor = value.detach().cpu()
+    try:
+        return np.asarray(tensor.numpy())
+    except TypeError:  # NumPy has no bfloat16; float32 holds each of its values
+        return np.asarray(tensor.float().numpy())
 
 
 def _integers(value: Any, where: str) -> npt.NDArray[np.int64]:

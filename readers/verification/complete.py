@@ -5,19 +5,18 @@ Spec: rules VFY-5, VFY-6.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping
 
 from hsfmt import digests, layout, tables
 from hsfmt.errors import CorruptionError, FormatError
 from hsfmt.index import PartIndex, parse_index
 from hsfmt.manifest import FileEntry, implied_documents
+from hsfmt.readers.verification.attachments import check_unnamed
 from hsfmt.readers.verification.objects import file_digest, read_twice
 from hsfmt.readers.verification.part_context import PartContext
 from hsfmt.readers.verification.report import Findings
 from hsfmt.storage import Store
 
-_ATTACHMENT = re.compile(rf"{layout.ATTACHMENTS}/([0-9a-f]{{32}})/[A-Za-z0-9][A-Za-z0-9._-]*")
 _SHOWN = 3
 
 
@@ -127,22 +126,25 @@ def check_unexpected(
             continue
         part = part_of_path(path)
         if path.endswith(".tmp"):
-            findings.add("info", "temporary", path, expected="no temporary file", got=f"{listing[path]} bytes")
+            findings.add("info", "temporary", shown(path), expected="no temporary file", got=f"{listing[path]} bytes")
         elif part is not None and part not in committed:
             uncommitted.setdefault(layout.part_folder(part), []).append(path)
-        elif match := _ATTACHMENT.fullmatch(path):
-            _check_attachment(store, findings, path, match[1], listing[path])
-        else:
+        elif not check_unnamed(store, findings, path, listing[path]):
             top, _, rest = path.partition("/")
             group = path if top in ("hsfmt", "parts") or not rest else top
             foreign.setdefault(group, []).append(path)
     for folder, paths in uncommitted.items():
         nbytes = sum(listing[path] for path in paths)
-        got = f"{len(paths)} files, {nbytes} bytes without one ({', '.join(paths[:_SHOWN])})"
+        got = f"{len(paths)} files, {nbytes} bytes without one ({', '.join(map(shown, paths[:_SHOWN]))})"
         findings.add("info", "uncommitted", folder, expected="a manifest of this part", got=got)
     for group, paths in foreign.items():
         got = f"{len(paths)} objects, {sum(listing[path] for path in paths)} bytes"
-        findings.error("unexpected", group, expected="nothing that no manifest or snapshot names", got=got)
+        findings.error("unexpected", shown(group), expected="nothing that no manifest or snapshot names", got=got)
+
+
+def shown(path: str) -> str:
+    """Return a path that can be printed: a stray file may have any name, of control characters or no Unicode at all."""
+    return path if path.isprintable() else ascii(path)[1:-1]
 
 
 def part_of_path(path: str) -> str | None:
@@ -154,12 +156,3 @@ def part_of_path(path: str) -> str | None:
     elif path.startswith(f"{layout.INDEXES}/") and path.endswith(".safetensors") and len(segments) == 3:
         name = segments[2].removesuffix(".safetensors")
     return name if name is not None and layout.PART_PATTERN.fullmatch(name) else None
-
-
-def _check_attachment(store: Store, findings: Findings, path: str, name: str, nbytes: int) -> None:
-    def fetch() -> None:
-        actual = file_digest(store, path, nbytes, lambda _: None)
-        if actual != f"{digests.ALGORITHM}:{name}":
-            raise CorruptionError.at(path, expected=f"digest {name}, as its folder is named", got=actual)
-
-    read_twice(findings, path, fetch)

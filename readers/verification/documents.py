@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from hsfmt import layout, tables
 from hsfmt.digests import ALGORITHM
 from hsfmt.errors import CorruptionError, NotFoundError
 from hsfmt.header import MAX_HEADER_NBYTES, Header
+from hsfmt.manifest import FileEntry
 from hsfmt.pointer import MAX_POINTER_NBYTES, Pointer, parse_pointer
+from hsfmt.readers.verification.attachments import parse_attachments
 from hsfmt.readers.verification.objects import read_twice
 from hsfmt.readers.verification.report import Findings
 from hsfmt.snapshot import Snapshot, SnapshotIds, parse_snapshot, parse_snapshot_ids
@@ -22,16 +25,18 @@ from hsfmt.zarr_metadata import group_document, parse_root
 
 @dataclass(frozen=True, slots=True)
 class LoadedSnapshot:
-    """A snapshot with its ids; `ids` is None where that file can't be used."""
+    """A snapshot with its ids (None where that file can't be used) and the attachments that it names."""
 
     snapshot: Snapshot
     index_nbytes: int
     ids: SnapshotIds | None
+    attachments: tuple[FileEntry, ...]
 
     @property
     def paths(self) -> list[str]:
-        """Its files."""
-        return [layout.snapshot_path(self.snapshot.fingerprint, file) for file in ("ids", "index")]
+        """Its files, and those that it names beside the parts."""
+        own = [layout.snapshot_path(self.snapshot.fingerprint, file) for file in ("ids", "index")]
+        return own + [entry.path for entry in self.attachments]
 
     @property
     def path(self) -> str:
@@ -80,22 +85,25 @@ def load_snapshot(store: Store, findings: Findings, fingerprint: str) -> LoadedS
     """Return a snapshot, both files compared with the digests that name them; None where its index can't be used."""
     path, ids_path = (layout.snapshot_path(fingerprint, file) for file in ("index", "ids"))
 
-    def fetch() -> tuple[Snapshot, int]:
+    def fetch() -> tuple[Snapshot, int, Any]:
         data = store.read(path, tables.MAX_TABLE_NBYTES)
-        return parse_snapshot(data, path, fingerprint), len(data)
+        snapshot = parse_snapshot(data, path, fingerprint)
+        return snapshot, len(data), tables.parse(data, path).metadata.get("attachments")
 
     loaded = read_twice(findings, path, fetch)
     if loaded is None:
         return None
-    snapshot, nbytes = loaded
+    snapshot, nbytes, listed = loaded
 
     def fetch_ids() -> SnapshotIds:
-        return parse_snapshot_ids(store.read(ids_path, tables.MAX_TABLE_NBYTES), snapshot, ids_path)
+        data = store.read(ids_path, tables.MAX_TABLE_NBYTES)
+        ids = parse_snapshot_ids(data, snapshot, ids_path)
+        if len(data) != snapshot.ids_nbytes:
+            raise CorruptionError.at(ids_path, expected=f"{snapshot.ids_nbytes} bytes", got=f"{len(data)} bytes")
+        return ids
 
     ids = read_twice(findings, ids_path, fetch_ids)
-    if ids is not None and snapshot.ids_nbytes != store.size(ids_path):
-        findings.error("size", ids_path, expected=f"{snapshot.ids_nbytes} bytes", got=f"{store.size(ids_path)} bytes")
-    return LoadedSnapshot(snapshot, nbytes, ids)
+    return LoadedSnapshot(snapshot, nbytes, ids, parse_attachments(listed, findings, path))
 
 
 def check_pointer(findings: Findings, pointer: Pointer, loaded: LoadedSnapshot) -> None:

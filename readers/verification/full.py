@@ -167,7 +167,7 @@ class PartDecoder:
             state.update(b"\1" + struct.pack(f"<{len(shape) + 1}Q", len(shape), *shape))
         else:
             state.update(b"\0")
-        whole, other = True, 0
+        whole, other, nulls = True, 0, not valid and column.kind == "ragged" and stop > start
         for block in self._readers[column.name].blocks(start, stop):
             if block is None:
                 whole = False
@@ -176,6 +176,11 @@ class PartDecoder:
                 other += int(np.count_nonzero(block > 1))
             if valid:
                 state.update(block.data)
+            else:
+                nulls |= bool(block.any())
+        if nulls:
+            expected = "no rows of a null value" if column.kind == "ragged" else "zeros in the rows of a null value"
+            self._faults.note(row, "values", self._where(column.name), expected, "other ones")
         if other:
             self._faults.note(row, "values", self._where(column.name), "0 or 1 in bool", f"{other} other values")
         return whole or not valid

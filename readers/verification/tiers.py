@@ -18,6 +18,7 @@ from hsfmt.digests import ALGORITHM
 from hsfmt.errors import HsfmtError, NotFoundError, UsageError
 from hsfmt.header import Header
 from hsfmt.pointer import Pointer
+from hsfmt.readers.verification.attachments import check_attachments
 from hsfmt.readers.verification.complete import check_unexpected, part_of_path
 from hsfmt.readers.verification.documents import (
     LoadedSnapshot,
@@ -106,7 +107,7 @@ class _Verification:
         # In this order: whatever the snapshot names was committed before it, and a manifest comes last of its part's
         # files, so that neither listing can miss what the one before it names.
         committed = self._committed()
-        self._list_all()
+        self._list_all(set(committed))
         self._counts.files += len(self._listing.keys() & _FIXED)
         outcomes = self._check_parts(committed, workers)
         for outcome in outcomes.values():
@@ -130,13 +131,23 @@ class _Verification:
         self._named |= {layout.manifest_path(part) for part in parts}
         return parts
 
-    def _list_all(self) -> None:
+    def _list_all(self, committed: set[str]) -> None:
         """List every object; what can't be listed is a finding, and looked for by name where something names it."""
         try:
-            for path, nbytes in self._store.walk(""):
-                self._listing[path] = nbytes
+            self._listing.update(self._store.walk(""))
         except HsfmtError as error:
             self._findings.raised(error, error.problems[0].where)
+        # Parts committed since are left to the next verification.
+        prefix = f"{layout.MANIFESTS}/"
+        late = {
+            path: layout.part_of_manifest(path.removeprefix(prefix))
+            for path in self._listing
+            if path.startswith(prefix)
+        }
+        late = {path: part for path, part in late.items() if part is not None and part not in committed}
+        parts = set(late.values())
+        for path in [path for path in self._listing if path in late or part_of_path(path) in parts]:
+            del self._listing[path]
 
     def _check_parts(self, parts: list[str], workers: int) -> dict[str, PartOutcome]:
         sizes: dict[str, dict[str, int]] = {part: {} for part in parts}
@@ -231,8 +242,10 @@ class _Verification:
                 self._check_snapshot(loaded, outcomes)
 
     def _check_snapshot(self, loaded: LoadedSnapshot, outcomes: dict[str, PartOutcome]) -> None:
-        self._counts.files += 2
-        SnapshotCheck(self._findings, loaded, outcomes).check()
+        self._counts.files += len(loaded.paths)
+        self._named |= set(loaded.paths)
+        check_attachments(self._store, self._findings, loaded.attachments, deep=self._level != "quick")
+        SnapshotCheck(self._store, self._findings, loaded, outcomes).check()
 
     def _check_newer(self, current: LoadedSnapshot, outcomes: dict[str, PartOutcome]) -> None:
         manifests = [outcome.manifest for outcome in outcomes.values() if outcome.manifest is not None]

@@ -75,7 +75,8 @@ def holes_of(parts: Any, present: set[str]) -> dict[str, str]:
     return {key: reason for key, reason in sorted(entries.items()) if key not in present}
 
 
-def load_snapshot(root: Path, parts: dict[str, Part], header: dict[str, Any]) -> Dataset:
+def load_pointer(root: Path) -> tuple[dict[str, Any], str, Table]:
+    """Return the pointer, the snapshot's folder and the snapshot's index."""
     data = (root / "hsfmt/manifest.json").read_bytes()
     need(len(data) <= 64 * KIB, "READ-1", "pointer: size")
     pointer = parse_json(data, "pointer")
@@ -93,6 +94,11 @@ def load_snapshot(root: Path, parts: dict[str, Part], header: dict[str, Any]) ->
     t = parse_table(data, "hsfmt.snapshot", folder)
     check_version(t.metadata, folder)
     check_header(t.metadata.get("header"), folder)
+    return pointer, folder, t
+
+
+def load_snapshot(root: Path, parts: dict[str, Part], header: dict[str, Any]) -> Dataset:
+    pointer, folder, t = load_pointer(root)
     need(t.metadata["header"] == pointer["header"] == header, "SNAP-6", f"{folder}: header")
     names = t.take("part_names", "U8", None).tobytes()
     offsets = t.offsets("part_name_offsets", None, len(names), strict=True)

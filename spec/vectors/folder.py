@@ -119,6 +119,8 @@ class Folder:
         (old / "index.safetensors").write_bytes(data)
         old.rename(new)
         pointer["fingerprint"] = digest(data)
+        if isinstance(table, Table):
+            pointer["content_digest"] = table.metadata["content_digest"]
         pointer["index"] = {"nbytes": len(data), "path": f"hsfmt/snapshots/{new.name}/index.safetensors"}
         (self / "hsfmt/manifest.json").write_bytes(signed(pointer))
 
@@ -155,6 +157,28 @@ class Folder:
         ids = (self / f"{self.snapshot}/ids.safetensors").read_bytes()
         table.metadata["ids"] = {"digest": digest(ids), "nbytes": len(ids)}
         self.put_snapshot_index(table)
+
+    def make_ids_good(self) -> None:
+        """Recompute what the snapshot says about ids: hashes, the ids file, the content digest."""
+        table = self.snapshot_index()
+        offsets, names = table.tensors["part_name_offsets"], table.tensors["part_names"]
+        parts = [names[offsets[i] : offsets[i + 1]].tobytes().decode() for i in range(len(offsets) - 1)]
+        ids, keys = [], []
+        for part, row in zip(table.tensors["part"], table.tensors["row"], strict=True):
+            index = self.index(parts[part]).tensors
+            ids.append(index["ids"][index["id_offsets"][row] : index["id_offsets"][row + 1]].tobytes())
+            pair = struct.pack("<Q", len(ids[-1])) + ids[-1] + index["content_digest"][row].tobytes()
+            keys.append(xxhash.xxh3_128_digest(b"hsfmt:pair:1\0" + pair))
+        form = b"hsfmt:dataset:1\0" + struct.pack("<Q", len(keys)) + b"".join(sorted(keys))
+        table.metadata["content_digest"] = digest(form)
+        table.tensors["id_hash"][:] = [xxhash.xxh3_64_intdigest(sample_id) for sample_id in ids]
+        path = self / f"{self.snapshot}/ids.safetensors"
+        ids_table = Table(path.read_bytes())
+        ids_table.tensors["ids"] = np.frombuffer(b"".join(ids), np.uint8)
+        ids_table.tensors["id_offsets"] = np.cumsum([0, *map(len, ids)], dtype=np.int64)
+        path.write_bytes(ids_table.to_bytes())
+        self.put_snapshot_index(table)
+        self.make_snapshot_good()
 
     def put_payload(self, part: str, column: str, k: int, payload: bytes) -> None:
         """Replace a chunk's payload in the first shard by one of its length; crc32c and chunk digest are made good."""

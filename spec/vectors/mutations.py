@@ -71,6 +71,16 @@ def index(change: Callable[[Table], None]) -> Callable[[Folder], None]:
     return mutate
 
 
+def ids(change: Callable[[Table], None]) -> Callable[[Folder], None]:
+    """Change ids in the part index, and all that repeats them."""
+
+    def mutate(folder: Folder) -> None:
+        index(change)(folder)
+        folder.make_ids_good()
+
+    return mutate
+
+
 def index_bytes(change: Callable[[dict[str, Any], bytes], bytes]) -> Callable[[Folder], None]:
     """Change the part index below its tensors: (header as JSON, body) -> file."""
 
@@ -335,6 +345,12 @@ def files(change: Callable[[list[dict[str, Any]]], None]) -> Callable[[Folder], 
         folder.make_snapshot_good()
 
     return mutate
+
+
+def changed_attachment(folder: Folder) -> None:
+    """Change a byte of the attachment."""
+    path = next(path for path in folder.files() if path.startswith("hsfmt/attachments/"))
+    folder.patch(path, -1, b"\1")
 
 
 def misnamed_column(folder: Folder) -> None:

@@ -253,6 +253,30 @@ def attachment(root: Path) -> str:
     return "A snapshot that lists an attachment"
 
 
+def other_order(root: Path) -> str:
+    two_parts(root)
+    folder = Folder(root)
+    choose_rows(folder, [3, 0, 1, 0])
+    return "A snapshot that no seal made: another order, one sample left out, one twice"
+
+
+def choose_rows(folder: Folder, numbers: list[int]) -> None:
+    """Let the snapshot serve these of its samples, in this order; counts, ids and digests are made good."""
+    table = folder.snapshot_index()
+    for name in ("n_tokens", "n_supervised", "part", "row", "id_hash"):
+        table.tensors[name] = table.tensors[name][numbers]
+    counts = {
+        "samples": len(numbers),
+        "supervised_tokens": int(table.tensors["n_supervised"].sum()),
+        "tokens": int(table.tensors["n_tokens"].sum()),
+    }
+    table.metadata["counts"] |= counts
+    folder.put_snapshot_index(table)
+    folder.make_ids_good()
+    pointer = folder.json("hsfmt/manifest.json")
+    folder.put_pointer({**pointer, "samples": counts["samples"], "tokens": counts["tokens"]})
+
+
 def rewrite_header(folder: Folder, *, root_only: bool = False, **members: Any) -> None:
     """Change the header everywhere it is repeated."""
     header = {**folder.json("zarr.json")["attributes"]["hsfmt"], **members}
@@ -300,7 +324,7 @@ def _unhide(folder: Folder, part: str) -> None:
 CASES: tuple[Callable[[Path], str], ...] = (
     minimal, two_parts, zstd, float16, float32, float8, extras, many_shards, all_bfloat16_patterns,
     shadowed_and_retracted, superseded, holes_only, unsealed, uncommitted, unknown_members, newer_writers_only,
-    int64_ids, attachment,
+    int64_ids, attachment, other_order,
 )  # fmt: skip
 
 

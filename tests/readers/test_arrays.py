@@ -235,8 +235,8 @@ def test_the_store_gives_exactly_the_bytes_on_disk(write, column):
     for absent in (
         "parts/x/zarr.json",
         f"{shard}/0",
-        shard.replace("/c/0", "/c/99"),
-        shard.replace("/c/0", "/c/00"),
+        shard.replace("/c/", "/c/99"),
+        shard.replace("/c/", "/c/0"),
         "hsfmt/manifest.json",
         "",
     ):
@@ -247,7 +247,7 @@ def test_the_store_gives_exactly_the_bytes_on_disk(write, column):
 def test_the_store_is_read_only(write):
     dataset = open_zarr(write(parts=1).url)
     (columns,) = dataset.parts.values()
-    with pytest.raises(ValueError, match="read-only"):
+    with pytest.raises(PermissionError, match="read-only"):
         columns["input_ids"][0] = 3
     for method in (columns["input_ids"].store.set("x", None), columns["input_ids"].store.delete("x")):
         with pytest.raises(PermissionError):

@@ -263,7 +263,7 @@ def test_not_sealed(write, tmp_path):
     written = write(seal=False)
     with pytest.raises(NotFoundError, match='run `hsfmt seal`, or ask for snapshot="live"'):
         SampleReader(written.url)
-    with pytest.raises(NotFoundError, match="expected an hsfmt dataset, got no zarr.json there"):
+    with pytest.raises(NotFoundError, match=r"expected an hsfmt dataset, got no zarr\.json there"):
         SampleReader(tmp_path / "nothing")
     live = SampleReader(written.url, snapshot="live")
     assert_same(live.read(3), written.content["id-003"])
@@ -331,6 +331,19 @@ def test_threads_share_a_reader(write):
     for thread in threads:
         thread.join()
     assert failures == []
+
+
+def test_caches_count_again_after_a_fork(write):
+    """A fork can copy a cache that another thread is changing: entries without their bytes, or the other way round."""
+    reader = SampleReader(write().url)
+    reader.read_many(range(10))
+    chunks, parts = reader._state.chunks, reader.parts
+    right = chunks._nbytes, parts._nbytes
+    chunks._nbytes = parts._nbytes = 1 << 40
+    chunks.after_fork()
+    parts.after_fork()
+    assert (chunks._nbytes, parts._nbytes) == right
+    assert min(right) > 0
 
 
 def test_an_empty_batch(write):

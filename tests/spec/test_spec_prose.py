@@ -51,8 +51,8 @@ def test_caps_are_those_of_the_code():
 def test_element_types_are_those_of_the_code():
     rows = re.findall(r"^\| (`[^|]*) \| ([\d, ]+) \|", section("7. Element types"), re.MULTILINE)
     found = {}
-    for names, sizes in rows:
-        names, sizes = re.findall(r"`(\w+)`", names), [int(n) for n in sizes.split(",")]
+    for listed, figures in rows:
+        names, sizes = re.findall(r"`(\w+)`", listed), [int(n) for n in figures.split(",")]
         found |= dict(zip(names, sizes * (len(names) if len(sizes) == 1 else 1), strict=True))
     assert found == {name: d.itemsize for name, d in dtypes.DTYPES.items()}
 

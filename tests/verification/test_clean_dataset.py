@@ -1,6 +1,8 @@
 """What verification says of datasets in good order, and of those in flight."""
 
 import json
+import multiprocessing
+import os
 import shutil
 
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 from hsfmt import seal
 from hsfmt.errors import NotFoundError, UsageError
 from hsfmt.readers.verification import LEVELS, Report, verify
+from hsfmt.storage.local import LocalStore
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -42,7 +45,13 @@ def test_every_codec_and_dtype_verifies(tmp_path, codec, dtype):
     values = np.random.default_rng(0).normal(size=(1000, 3, 64)).astype(kind)
     extras = {"hidden_states_scale": np.ones(1000, np.float32)} if dtype == "float8_e4m3fn" else {}
     with DatasetWriter(
-        tmp_path / "d", layers=[0, 1, 2], hidden_size=64, final_norm="unknown", dtype=dtype, codec=codec, chunk_tokens=96
+        tmp_path / "d",
+        layers=[0, 1, 2],
+        hidden_size=64,
+        final_norm="unknown",
+        dtype=dtype,
+        codec=codec,
+        chunk_tokens=96,
     ) as writer:
         writer.write("a", np.zeros(1000, np.int64), values, **extras)
     report = verify(tmp_path / "d", level="full")
@@ -59,6 +68,22 @@ def test_worker_processes_give_the_same_report(dataset, keep):
     alone, pooled = verify(dataset, level="full"), verify(dataset, level="full", workers=2)
     assert alone.errors
     assert alone == pooled
+
+
+class DyingStore(LocalStore):
+    """Kills the process that reads a certain part."""
+
+    def read_into(self, path, offset, buffer):
+        if path.startswith("parts/part-1") and multiprocessing.parent_process() is not None:
+            os._exit(1)
+        super().read_into(path, offset, buffer)
+
+
+def test_a_worker_that_dies_is_a_finding(pristine):
+    report = verify(DyingStore(pristine), level="full", workers=2)
+    assert {finding.code for finding in report.errors} == {"not_checked"}
+    assert "hsfmt/manifests/part-1.json" in {finding.path for finding in report.errors}
+    assert "fewer workers" in report.errors[0].got
 
 
 def test_progress_rises_to_the_total(pristine):

@@ -42,11 +42,9 @@ def errors(forger, **kwargs):
 
 
 @pytest.fixture
-def plain(tmp_path, build_dataset):
+def plain(tmp_path, build_dataset, forge):
     """A forger at work on a dataset of codec none, whose chunks can be edited in place."""
-    from conftest import Forger
-
-    return Forger(build_dataset(tmp_path / "plain", codec="none"))
+    return forge(build_dataset(tmp_path / "plain", codec="none"))
 
 
 def test_a_loss_mask_of_two(plain):
@@ -81,7 +79,9 @@ def test_states_of_another_sample(plain):
 
 
 def test_two_samples_digests_swapped(plain):
-    plain.set_index(content_digest=plain.index.content_digest[[1, 0, 2]], extra_digest=plain.index.extra_digest[[0, 2, 1]])
+    plain.set_index(
+        content_digest=plain.index.content_digest[[1, 0, 2]], extra_digest=plain.index.extra_digest[[0, 2, 1]]
+    )
     found = {finding.code: finding.samples for finding in errors(plain)}
     assert found == {"content_digest": ("s0-0", "s0-1"), "extra_digest": ("s0-1", "s0-2")}
 
@@ -100,10 +100,20 @@ def test_a_null_that_was_a_value(plain):
     assert (finding.code, finding.samples) == ("extra_digest", ("s0-0",))
 
 
+@pytest.mark.parametrize("column", ["weight", "score"])
+def test_a_null_value_has_zeros(plain, column):
+    extra_digest = plain.index.extra_digest
+    plain.set_index(valid={**plain.index.valid, column: changed(plain.index.valid[column], 1, 0)})
+    plain.set_index(extra_digest=changed(extra_digest, 1, 0))
+    found = {finding.code: finding for finding in errors(plain)}
+    assert set(found) == {"values", "extra_digest"}
+    assert (found["values"].where, found["values"].samples) == (f"parts/part-0/{column}", ("s0-1",))
+
+
 def test_ragged_rows_of_the_neighbour(plain):
     offsets = changed(plain.index.offsets["topk"], 2, plain.index.offsets["topk"][2] + 1)
     plain.set_index(offsets={"topk": offsets})
-    assert {finding.code for finding in errors(plain)} == {"extra_digest"}
+    assert {finding.code for finding in errors(plain)} == {"extra_digest", "values"}  # sample 1 is null, with a row now
 
 
 def test_token_offsets_of_the_neighbour(plain):
@@ -329,5 +339,3 @@ def test_a_file_that_fails_to_be_read_hides_nothing(dataset, monkeypatch):
         *(("unreadable", path) for path in broken),
     }
     assert all(f.samples for f in report.errors)
-
-

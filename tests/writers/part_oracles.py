@@ -117,7 +117,9 @@ def by_zarr(url, part, name, pipeline=None):
     register()
     settings = {"codec_pipeline.path": pipeline} if pipeline else {}
     with zarr.config.set(settings):
-        array = zarr.open_group(url, mode="r", path=layout.part_folder(part.manifest.part), use_consolidated=False)[name]
+        array = zarr.open_group(url, mode="r", path=layout.part_folder(part.manifest.part), use_consolidated=False)[
+            name
+        ]
         return patterns(array[...], part.manifest.columns[name])
 
 

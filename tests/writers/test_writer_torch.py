@@ -67,7 +67,9 @@ def test_the_same_sample_from_torch_and_numpy_has_the_same_digest(url, open_writ
     assert len(set(map(bytes, part.index.content_digest))) == 1
 
 
-@pytest.mark.parametrize(("given", "got"), [(torch.float16, "float16"), (torch.float64, "float64"), (torch.int16, "int16")])
+@pytest.mark.parametrize(
+    ("given", "got"), [(torch.float16, "float16"), (torch.float64, "float64"), (torch.int16, "int16")]
+)
 def test_no_dtype_is_cast(open_writer, given, got):
     with open_writer(dtype="bfloat16") as writer:
         with pytest.raises(SampleError, match=f"expected dtype bfloat16, got {got}") as caught:
@@ -101,6 +103,11 @@ def test_extras_from_tensors(url, open_writer):
     assert read["image"].tobytes() == raw(image)
 
 
-def test_masks_of_a_dtype_that_numpy_lacks(open_writer):
-    with open_writer() as writer, pytest.raises(SampleError, match="loss_mask"):
-        writer.write("a", torch.arange(3), torch.zeros(3, 2, 8), torch.ones(3, dtype=torch.bfloat16))
+def test_masks_and_ids_of_a_dtype_that_numpy_lacks(url, open_writer):
+    with open_writer() as writer:
+        writer.write("a", torch.arange(3), torch.zeros(3, 2, 8), torch.tensor([0, 1, 0], dtype=torch.bfloat16))
+        with pytest.raises(SampleError, match="expected 0 or 1"):
+            writer.write("b", torch.arange(3), torch.zeros(3, 2, 8), torch.full((3,), 0.5, dtype=torch.bfloat16))
+        with pytest.raises(SampleError, match="expected integers"):
+            writer.write("b", torch.ones(3, dtype=torch.bfloat16), torch.zeros(3, 2, 8))
+    assert oracles.read_samples(url)["a"].loss_mask.tolist() == [0, 1, 0]
