@@ -120,7 +120,7 @@ class _Generator:
         ]
         for scale in self.scales:
             scale[g.choice(hidden, max(1, int(s.outlier_channels * hidden)), replace=False)] *= s.outlier_gain
-            scale /= np.sqrt((scale * scale).mean())
+            np.divide(scale, np.sqrt((scale * scale).mean()), out=scale)
         self.means = [(g.standard_normal(hidden) * s.channel_mean).astype(np.float32) for _ in range(layers)]
         self.massive = g.choice(hidden, s.massive_channels, replace=False)
         self.signs = np.where(g.random(s.massive_channels) < 0.5, -1, 1).astype(np.float32)

@@ -88,9 +88,18 @@ class Report:
         items = self.source.items
         return [{"id": items[n].sample_id, "file": items[n].key, "reason": r} for n, r in sorted(self.reasons.items())]
 
+    def conflicts(self) -> list[dict[str, str]]:
+        """Return the items whose id the dataset has for another sample, in the source's order."""
+        items = self.source.items
+        return [
+            {"id": items[n].sample_id, "file": items[n].key, "reason": f"expected {p.expected}, got {p.got}"}
+            for n, p in sorted(self.tally.conflicts.items())
+        ]
+
     def to_json(self) -> dict[str, Any]:
         """Return the report as a JSON object."""
         document: dict[str, Any] = {
+            "conflicts": self.conflicts(),
             "counts": self.counts(),
             "dataset": self.url,
             "dry_run": self.dry_run,
@@ -149,6 +158,7 @@ class Report:
         head = "dry run, nothing was written" if self.dry_run else "converted"
         lines = [head if self.error is None or self.dry_run else "not finished", units.aligned(rows, "  ")]
         lines += _listed("holes", [(hole["file"], hole["reason"]) for hole in self.holes()])
+        lines += _listed("conflicts", [(conflict["file"], conflict["reason"]) for conflict in self.conflicts()])
         lines += _listed("files not read", [(stray.path, stray.reason) for stray in self.source.strays])
         return "\n".join(lines)
 

@@ -34,6 +34,7 @@ from hsfmt.readers.sources import SOURCE_NAMES, SourceOptions, parse_key_map
 @click.option("--map", "key_map", metavar="ROLE=KEY", multiple=True, help="Where the tensors are, for --from pt.")
 @click.option("--hidden-size", type=click.IntRange(1), metavar="N", help="Width of one state, to split [T, L*H].")
 @click.option("--model-config", metavar="PATH", help="The model's config.json, to tell its number of layers.")
+@click.option("--id-prefix", metavar="TEXT", help="Put TEXT before every sample id, as rank1/ for one folder of several.")
 @click.option("--codec", type=click.Choice(CODECS), default="zstd", show_default=True, help="Lossless, or none.")
 @click.option(
     "--part-size",
@@ -108,7 +109,9 @@ def _print(report: Report, *, as_json: bool) -> None:
         n = counts["sample"] + counts["skipped"]
         if counts["failed"] or counts["not_reached"]:
             kept = f"{units.counted(n, 'sample')} committed, and kept; not sealed" if n else "nothing was committed"
-            click.echo(f"{kept}. Run the same command again to go on.", err=True)
+            # The same command would meet the same conflicts.
+            then = "" if report.tally.conflicts else " Run the same command again to go on."
+            click.echo(f"{kept}.{then}", err=True)
 
 
 def _exit_code(report: Report) -> int:

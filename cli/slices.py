@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from hsfmt.cli.progress import Progress
-from hsfmt.errors import FormatError, HsfmtError, NonFiniteError, SampleError, SourceError, StorageError
+from hsfmt.errors import FormatError, HsfmtError, NonFiniteError, Problem, SampleError, SourceError, StorageError
 from hsfmt.readers.sources import AbsentSampleError, Source, SourceItem, SourceSample
 from hsfmt.writers.dataset_writer import DatasetWriter
 
@@ -62,8 +62,14 @@ class Tally:
 
     Attributes
     ----------
-    samples, already, tokens, supervised, nbytes
-        Samples written, found to be there already, their tokens, supervised tokens and raw bytes of states.
+    samples, tokens, supervised, nbytes
+        Samples written, their tokens, supervised tokens and raw bytes of states.
+    already
+        Numbers of items whose id another writer committed since the conversion began.
+    same
+        Numbers of items whose content was compared with the committed sample's and found to be the same.
+    conflicts
+        Item number to what is wrong, of items whose id the dataset has for another sample.
     holes
         Item number to reason.
     failed
@@ -77,10 +83,12 @@ class Tally:
     """
 
     samples: int = 0
-    already: int = 0
     tokens: int = 0
     supervised: int = 0
     nbytes: int = 0
+    already: list[int] = field(default_factory=list)
+    same: list[int] = field(default_factory=list)
+    conflicts: dict[int, Problem] = field(default_factory=dict)
     holes: dict[int, str] = field(default_factory=dict)
     failed: int | None = None
     error: HsfmtError | None = None
@@ -106,8 +114,9 @@ class Tally:
 
     def add(self, other: Tally) -> None:
         """Add another slice's figures."""
-        for name in ("samples", "already", "tokens", "supervised", "nbytes", "masks", "all_zero", "all_one"):
+        for name in ("samples", "tokens", "supervised", "nbytes", "already", "same", "masks", "all_zero", "all_one"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.conflicts |= other.conflicts
         self.holes |= other.holes
         if self.error is None:
             self.failed, self.error = other.failed, other.error
@@ -122,6 +131,23 @@ class Board(Protocol):
 
     def order(self) -> int:
         """Return GO_ON, FINISH (commit what was taken) or ABANDON (commit nothing of the open part)."""
+
+
+def until_told(numbers: Sequence[int], board: Board) -> Iterator[int]:
+    """Yield the numbers until the board says FINISH.
+
+    Raises
+    ------
+    KeyboardInterrupt
+        It says ABANDON.
+    """
+    for number in numbers:
+        order = board.order()
+        if order == ABANDON:
+            raise KeyboardInterrupt
+        if order == FINISH:
+            return
+        yield number
 
 
 def convert_slice(task: Task, numbers: Sequence[int], board: Board) -> Tally:
@@ -140,17 +166,12 @@ def convert_slice(task: Task, numbers: Sequence[int], board: Board) -> Tally:
     with DatasetWriter(task.url, **task.writer) as writer:
         # What is wrong with the dataset shows here, not as a fault of the first file.
         writer.committed_ids()
-        for number in numbers:
-            order = board.order()
-            if order == ABANDON:
-                raise KeyboardInterrupt
-            if order == FINISH:
-                break
+        for number in until_told(numbers, board):
             item = task.source.items[number]
             try:
                 _convert_item(task, number, writer, tally)
             except (SourceError, SampleError, FormatError) as error:
-                tally.failed, tally.error = number, _naming(error, item)
+                tally.failed, tally.error = number, naming(error, item)
                 break
             board.advance(item.nbytes)
     return tally
@@ -173,7 +194,7 @@ def _convert_item(task: Task, number: int, writer: DatasetWriter, tally: Tally) 
         policy = task.nonfinite if isinstance(error, NonFiniteError) else task.on_bad
         if policy != "hole" and not isinstance(error, AbsentSampleError):
             raise
-        reason = _reason(error)
+        reason = reason_of(error)
         tally.holes[number] = reason
         if task.recorded_holes.get(item.sample_id) != reason:
             writer.hole(item.sample_id, reason)
@@ -181,7 +202,7 @@ def _convert_item(task: Task, number: int, writer: DatasetWriter, tally: Tally) 
     if written:
         tally.take(sample)
     else:
-        tally.already += 1
+        tally.already.append(number)
 
 
 def _metadata(item: SourceItem, sample: SourceSample) -> dict[str, Any]:
@@ -190,11 +211,12 @@ def _metadata(item: SourceItem, sample: SourceSample) -> dict[str, Any]:
     return {"source": item.key, **sample.metadata}
 
 
-def _reason(error: HsfmtError) -> str:
+def reason_of(error: HsfmtError) -> str:
+    """Return an error as the reason of a hole."""
     return "; ".join(f"expected {problem.expected}, got {problem.got}" for problem in error.problems)
 
 
-def _naming(error: HsfmtError, item: SourceItem) -> HsfmtError:
+def naming(error: HsfmtError, item: SourceItem) -> HsfmtError:
     """Return the error as one about the item's file, whoever found the fault; it is a fault of the data."""
     if isinstance(error, SourceError):
         return error
@@ -240,13 +262,14 @@ class _SharedBoard:
         return order
 
 
-_WORKER: list[tuple[Task, Board]] = []
+Work = Callable[[Sequence[int], Board], Tally]
+_WORKER: list[tuple[Work, Board]] = []
 
 
-def _start_worker(task: Task, shared: Any) -> None:
+def _start_worker(work: Work, shared: Any) -> None:
     logging.getLogger("hsfmt").addHandler(logging.NullHandler())  # as in the parent
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _WORKER[:] = [(task, _SharedBoard(shared))]
+    _WORKER[:] = [(work, _SharedBoard(shared))]
 
 
 def _end_with_parent() -> None:
@@ -259,15 +282,15 @@ def _end_with_parent() -> None:
 
 
 def _run_in_worker(numbers: Sequence[int]) -> Tally | None:
-    task, board = _WORKER[0]
+    work, board = _WORKER[0]
     try:
-        return convert_slice(task, numbers, board)
+        return work(numbers, board)
     except KeyboardInterrupt:
         return None
 
 
-def run_slices(task: Task, slices: Sequence[Sequence[int]], workers: int, progress: Progress) -> Iterator[Tally]:
-    """Convert all slices and yield their tallies as they come; after a failed one the others finish early.
+def run_slices(work: Work, slices: Sequence[Sequence[int]], workers: int, progress: Progress) -> Iterator[Tally]:
+    """Do the work, which can be pickled, on all slices and yield their tallies as they come; after a failed one the others finish early.
 
     Raises
     ------
@@ -278,7 +301,7 @@ def run_slices(task: Task, slices: Sequence[Sequence[int]], workers: int, progre
     """
     if workers == 1 or len(slices) <= 1:
         for numbers in slices:
-            tally = convert_slice(task, numbers, LocalBoard(progress))
+            tally = work(numbers, LocalBoard(progress))
             yield tally
             if tally.error is not None:
                 return
@@ -286,7 +309,7 @@ def run_slices(task: Task, slices: Sequence[Sequence[int]], workers: int, progre
     context = get_context("spawn")  # a fork would copy locks that threads of ours may hold
     shared = context.Array("q", 3)
     n = min(workers, len(slices))
-    with ProcessPoolExecutor(n, context, initializer=_start_worker, initargs=(task, shared)) as pool:
+    with ProcessPoolExecutor(n, context, initializer=_start_worker, initargs=(work, shared)) as pool:
         # The terminal sends Ctrl-C to the workers too, which inherit that it is blocked: only we decide what it means.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         waiting = {pool.submit(_run_in_worker, numbers) for numbers in slices}

@@ -228,7 +228,9 @@ def load_ref(store: Store, ref: PartRef, header: Header) -> LoadedPart:
     manifest = load_manifest(store, ref.name, header, ref.manifest_digest)
     if ref.index_digest is None:
         return LoadedPart(manifest, None)
-    if manifest.index_file.digest != ref.index_digest:
-        where = layout.manifest_path(ref.name)
-        raise CorruptionError.at(where, expected=f"index {ref.index_digest}", got=manifest.index_file.digest)
+    entry = manifest.index_file
+    if (entry.digest, entry.nbytes) != (ref.index_digest, ref.index_nbytes):
+        expected = f"an index of {ref.index_nbytes} bytes, {ref.index_digest}, as the snapshot says"
+        got = f"{entry.nbytes} bytes, {entry.digest}"
+        raise CorruptionError.at(layout.manifest_path(ref.name), expected=expected, got=got)
     return LoadedPart(manifest, load_index(store, manifest))

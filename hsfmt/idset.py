@@ -49,21 +49,28 @@ class IdSet:
             return
         self._recent.add(id_key(sample_id.encode()))
         if len(self._recent) >= _MERGE_AT:
-            self._merge(_words(self._recent))
-            self._recent.clear()
+            self.merge([])
 
     def update(self, ids: Iterable[bytes]) -> None:
         """Add many UTF-8 ids at once."""
-        self._merge(_words(map(id_key, ids)))
+        self.merge([id_words(ids)])
 
-    def _merge(self, keys: npt.NDArray[np.uint64]) -> None:
-        high = np.concatenate([self._high, keys[:, 0]])
-        low = np.concatenate([self._low, keys[:, 1]])
+    def merge(self, batches: list[npt.NDArray[np.uint64]]) -> None:
+        """Add what `id_words` returned, in one sort, which for many ids costs more than all else."""
+        keys = [*batches, _words(self._recent)]
+        self._recent.clear()
+        high = np.concatenate([self._high, *(batch[:, 0] for batch in keys)])
+        low = np.concatenate([self._low, *(batch[:, 1] for batch in keys)])
         order = np.lexsort((low, high))
         high, low = high[order], low[order]
         fresh = np.ones(len(high), bool)
         fresh[1:] = (high[1:] != high[:-1]) | (low[1:] != low[:-1])
         self._high, self._low = high[fresh], low[fresh]
+
+
+def id_words(ids: Iterable[bytes]) -> npt.NDArray[np.uint64]:
+    """Return the keys of UTF-8 ids, uint64 [id, 2]."""
+    return _words(map(id_key, ids))
 
 
 def _words(keys: Iterable[bytes]) -> npt.NDArray[np.uint64]:
@@ -92,15 +99,16 @@ class CommittedIds(AbstractSet[str]):
     def refresh(self) -> None:
         """Take in the parts that were committed since, by any writer; each index is read once and not kept."""
         known = set(self._parts)
-        for part in committed_parts(self._store):
-            if part not in known:
-                self._add(part, self._index(part))
-
-    def _add(self, part: str, index: PartIndex | None) -> None:
-        self._parts.append(part)
-        if index is not None:
-            self._ids.update(index.id_bytes(row) for row in range(index.n_samples))
-            self.next_source_index = max(self.next_source_index, int(index.source_index.max()) + 1)
+        batches = []
+        fresh = [part for part in committed_parts(self._store) if part not in known]
+        for part in fresh:
+            index = self._index(part)
+            if index is not None:
+                batches.append(id_words(index.id_bytes(row) for row in range(index.n_samples)))
+                self.next_source_index = max(self.next_source_index, int(index.source_index.max()) + 1)
+        if batches:
+            self._ids.merge(batches)
+        self._parts += fresh
 
     def __contains__(self, sample_id: object) -> bool:
         return sample_id in self._ids

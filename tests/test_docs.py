@@ -33,11 +33,9 @@ def test_readme_shows_python():
     assert BLOCK.search((ROOT / "README.md").read_text()), "README.md has no ```python block"
 
 
-@pytest.mark.parametrize("path", [as_param(path) for path in FILES])
+@pytest.mark.parametrize("path", [as_param(path) for path in FILES if BLOCK.search(path.read_text())])
 def test_python_blocks_run(path, tmp_path):
     code = program(path.read_text())
-    if not code.strip():
-        pytest.skip("no Python in it")
     script = tmp_path / f"{path.stem}.py"
     script.write_text(code)
     (tmp_path / "tests").symlink_to(ROOT / "tests")  # the documents name the shipped files as a checkout has them

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from hsfmt import layout
 from hsfmt.errors import (
     CorruptionError,
     FormatVersionError,
@@ -37,7 +38,7 @@ REMEDIES = {
     "header": "move parts of another meaning to a dataset of their own; restore a changed header from a copy",
     "unreadable": "check permissions, network and the device, then verify again",
     "unstable_read": "the data is fine, the way to it is not: check memory, disk and network of this machine",
-    "zarr_json": "write the bytes that the manifest implies; other Zarr readers take the wrong shape or codec from it",
+    "zarr_json": "write the bytes that manifest and format imply; other Zarr readers take shape and codec from it",
     "replaces": "restore the manifest that was replaced, or remove the part that replaces it",
     "attachment": "restore the file from a copy with this digest, or seal without it",
     "shard_index": "restore the file from a copy: other Zarr readers find the wrong chunks through it",
@@ -63,6 +64,26 @@ REMEDIES = {
     "too_large": "this library refuses to decode rows of this size",
     "not_checked": "repair the problem reported beside it and verify again",
 }
+
+
+# What is damaged tells more than how, for documents that hold no data.
+_OF_DAMAGE = frozenset({"corrupt", "digest", "malformed", "missing", "size", "zarr_json"})
+_DOCUMENT_REMEDIES = {
+    layout.ROOT_METADATA: "restore it: the pointer and every manifest repeat the header that belongs there",
+    layout.POINTER: "remove it and run `hsfmt seal`; retract again what was retracted",
+    layout.SNAPSHOTS: "run `hsfmt seal`; if it refuses, remove hsfmt/manifest.json first, then retract again",
+}
+
+
+def remedy(code: str, path: str) -> str:
+    """Return what to do about a finding of this code about the object at `path`."""
+    if code in _OF_DAMAGE:
+        for place, text in _DOCUMENT_REMEDIES.items():
+            if path == place or path.startswith(f"{place}/"):
+                return text
+        if path.endswith("/zarr.json"):
+            return REMEDIES["zarr_json"]
+    return REMEDIES[code]
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +216,8 @@ class Findings:
         self, severity: str, code: str, where: str, *, expected: str, got: str, samples: Iterable[str] = ()
     ) -> None:
         """Add a finding with the remedy of its code."""
-        self.items.append(Finding(severity, code, where, expected, got[:1000], REMEDIES[code], tuple(samples)))
+        what_to_do = remedy(code, where.partition(": ")[0])
+        self.items.append(Finding(severity, code, where, expected, got[:1000], what_to_do, tuple(samples)))
 
     def error(self, code: str, where: str, *, expected: str, got: str, samples: Iterable[str] = ()) -> None:
         """Add an error."""
@@ -210,8 +232,10 @@ class Findings:
         code = corrupt if code == "corrupt" else code
         for problem in error.problems:
             where = problem.where if problem.where.startswith(path) else f"{path}: {problem.where}"
-            remedy = problem.remedy or REMEDIES[code]
-            self.items.append(Finding("error", code, where, problem.expected, problem.got, remedy, problem.samples))
+            # To run verification is no advice from verification.
+            own = not problem.remedy or "hsfmt verify" in problem.remedy
+            what_to_do = remedy(code, path) if own else problem.remedy
+            self.items.append(Finding("error", code, where, problem.expected, problem.got, what_to_do, problem.samples))
 
     def fill_samples(self, path: str, samples: Iterable[str]) -> None:
         """Give the errors about the file at `path` the samples concerned, where they have none."""

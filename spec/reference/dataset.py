@@ -118,15 +118,20 @@ def load_snapshot(root: Path, parts: dict[str, Part], header: dict[str, Any]) ->
         t.take("part_index_nbytes", "I64", len(listed))
     loaded = [parts[name] for name in listed]
 
+    places: list[tuple[int, int]] = []
+
     def rows(prefix: str) -> list[Sample]:
         part, row = t.take(f"{prefix}part", "I32", None), t.take(f"{prefix}row", "I32", None)
         need(len(part) == len(row), "TAB-3", f"{folder}: {prefix}row")
         for p, r in zip(part, row, strict=True):
             need(0 <= p < len(loaded) and 0 <= r < len(loaded[p].samples), "SNAP-7", f"{folder}: row {p}, {r}")
+        places.extend(zip(part.tolist(), row.tolist(), strict=True))
         return [loaded[p].samples[r] for p, r in zip(part, row, strict=True)]
 
     served, shadowed, retracted = rows(""), rows("shadowed_"), rows("retracted_")
     t.take("shadowed_same", "U8", len(shadowed))
+    every = [(i, row) for i, part in enumerate(loaded) for row in range(len(part.samples))]
+    need(sorted(places) == every, "SNAP-4", f"{folder}: each row once")
     n = len(served)
     facts = [(len(s.input_ids), sum(s.loss_mask), xxhash.xxh3_64_intdigest(s.id.encode())) for s in served]
     for name, kind, column in (("n_tokens", "I32", 0), ("n_supervised", "I32", 1)):

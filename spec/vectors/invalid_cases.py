@@ -68,6 +68,7 @@ from spec.vectors.mutations import (
     without_scale,
     wrong_crc,
 )
+from spec.vectors.valid_cases import choose_rows
 
 
 @dataclass(frozen=True)
@@ -205,6 +206,8 @@ CASES = (
     Case("attachment-changed", "attachment", "SNAP-10", "verify", changed_attachment),
     Case("attachment-name", "attachment", "SNAP-10", "verify",
          snapshot(lambda t: t.metadata["attachments"][0].update(name="../d2t.npy"))),
+    Case("row-left-out", "two-parts", "SNAP-4", "verify", lambda f: choose_rows(f, [0, 1, 2])),
+    Case("row-twice", "two-parts", "SNAP-4", "verify", lambda f: choose_rows(f, [0, 1, 2, 3, 0])),
     Case("snapshot-bit-flipped", "two-parts", "SNAP-1", "open", file("*/index.safetensors", flip(-1))),
     Case("snapshot-truncated", "two-parts", "SNAP-1", "open", file("*/index.safetensors", lambda d: d[:-8])),
     Case("counts-of-snapshot", "two-parts", "SNAP-6", "open",

@@ -18,7 +18,9 @@ def chunk_table(column, seed=0):
     rows = []
     for shard in range(column.n_shards):
         first, end = column.shard_chunks(shard)
-        rows += [[slot * (column.chunk_nbytes + 4), column.chunk_nbytes, rng.integers(2**63)] for slot in range(end - first)]
+        rows += [
+            [slot * (column.chunk_nbytes + 4), column.chunk_nbytes, rng.integers(2**63)] for slot in range(end - first)
+        ]
     return np.array(rows, np.uint64).reshape(-1, 3)
 
 
@@ -57,7 +59,9 @@ def make_index(columns, ids, lengths, *, content=None, source_index=None, meta=b
     )
 
 
-def make_part(part="p", ids=("a", "b"), lengths=(5, 6), *, holes=None, extras=(), header=HEADER, replaces=None, **index):
+def make_part(
+    part="p", ids=("a", "b"), lengths=(5, 6), *, holes=None, extras=(), header=HEADER, replaces=None, **index
+):
     """Return (manifest, index bytes); the shards are only named."""
     columns = make_columns(sum(lengths), len(ids), extras=extras)
     table = make_index(columns, list(ids), list(lengths), **index)

@@ -1,4 +1,5 @@
 """Codecs: round trips, the cap on what a payload may take, and hostile frames."""
+# ruff: noqa: E501 - one case a line
 
 import struct
 

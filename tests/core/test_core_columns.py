@@ -1,6 +1,8 @@
 """Columns: chunk grids, the writer's choice of sizes, and hostile entries."""
+# ruff: noqa: E501 - one case a line
 
 import math
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -34,7 +36,7 @@ def test_the_grid_covers_every_row_once(rows, planes, chunk, chunks_per_shard):
     ranges = [column.shard_chunks(shard) for shard in range(column.n_shards)]
     assert ranges[0][0] == 0
     assert ranges[-1][1] == column.n_chunks
-    assert all(a[1] == b[0] for a, b in zip(ranges[:-1], ranges[1:], strict=True))
+    assert all(a[1] == b[0] for a, b in pairwise(ranges))
     assert all(0 < end - first <= chunks_per_shard * planes for first, end in ranges)
     assert parse_column("hidden_states", column.to_json(), "x") == column
 
@@ -96,12 +98,21 @@ def test_names_are_of_a_closed_alphabet(name):
 
 def test_all_faults_of_an_entry_come_at_once():
     with pytest.raises(FormatError) as caught:
-        parse_column("hidden_states", {**GOOD, "shape": [0, 4, 7168], "chunk_shape": [0, 1, 7168], "shard_shape": [1, 1, 1]}, "x")
+        parse_column(
+            "hidden_states", {**GOOD, "shape": [0, 4, 7168], "chunk_shape": [0, 1, 7168], "shard_shape": [1, 1, 1]}, "x"
+        )
     assert len(caught.value.problems) == 3
 
 
 def test_a_ragged_column_may_have_no_rows():
-    entry = {"kind": "ragged", "dtype": "int8", "codec": "none", "shape": [0, 2], "chunk_shape": [8, 2], "shard_shape": [8, 2]}
+    entry = {
+        "kind": "ragged",
+        "dtype": "int8",
+        "codec": "none",
+        "shape": [0, 2],
+        "chunk_shape": [8, 2],
+        "shard_shape": [8, 2],
+    }
     column = parse_column("r", entry, "x")
     assert (column.n_chunks, column.n_shards) == (0, 0)
     for kind in ("token", "sample"):
@@ -111,7 +122,15 @@ def test_a_ragged_column_may_have_no_rows():
 
 @pytest.mark.parametrize(
     ("hidden", "itemsize", "rows"),
-    [(7168, 2, 256), (4096, 2, 256), (2048, 2, 256), (5120, 2, 256), (1024, 2, 512), (576, 2, 4096 // 1), (128, 2, 4096)],
+    [
+        (7168, 2, 256),
+        (4096, 2, 256),
+        (2048, 2, 256),
+        (5120, 2, 256),
+        (1024, 2, 512),
+        (576, 2, 4096 // 1),
+        (128, 2, 4096),
+    ],
 )
 def test_preferred_chunks(hidden, itemsize, rows):
     chosen = state_chunk_rows(hidden, itemsize)

@@ -1,4 +1,5 @@
 """The part manifest: round trip, its digest, and hostile members refused by name."""
+# ruff: noqa: E501 - one case a line
 
 import copy
 import dataclasses
@@ -10,7 +11,9 @@ from hsfmt import canonical, digests
 from hsfmt.errors import CorruptionError, FormatError, FormatVersionError, HsfmtError
 from hsfmt.manifest import Counts, PartManifest, parse_manifest
 
-MANIFEST, _ = make_part(holes={"h1": "failed", "h2": "NaN"}, extras=("ragged", "sample"), replaces={"o": digests.digest(b"")})
+MANIFEST, _ = make_part(
+    holes={"h1": "failed", "h2": "NaN"}, extras=("ragged", "sample"), replaces={"o": digests.digest(b"")}
+)
 WHERE = "hsfmt/manifests/p.json"
 
 
@@ -176,7 +179,11 @@ def test_the_problems_of_all_columns_come_at_once():
     body["columns"]["loss_mask"]["dtype"] = "x"
     body["columns"]["boxes"]["chunk_shape"] = [0, 2]
     error = refuse(body)
-    assert {problem.where.split(": ")[1] for problem in error.problems} == {"columns.score", "columns.loss_mask", "columns.boxes"}
+    assert {problem.where.split(": ")[1] for problem in error.problems} == {
+        "columns.score",
+        "columns.loss_mask",
+        "columns.boxes",
+    }
 
 
 def test_the_problems_of_all_members_come_at_once():
@@ -184,7 +191,9 @@ def test_the_problems_of_all_members_come_at_once():
     body["header_digest"] = digests.digest(b"")
     body["counts"]["supervised_tokens"] = 99
     body["columns"]["input_ids"]["dtype"] = "int16"
-    assert {"header_digest", "counts", "input_ids"} <= {problem.where.split(": ")[1] for problem in refuse(body).problems}
+    assert {"header_digest", "counts", "input_ids"} <= {
+        problem.where.split(": ")[1] for problem in refuse(body).problems
+    }
 
 
 def test_a_part_without_samples_has_no_columns():
@@ -196,9 +205,7 @@ def test_a_part_without_samples_has_no_columns():
 
 
 def test_the_scale_column_of_float8():
-    header = dataclasses.replace(
-        HEADER, dtype="float8_e4m3fn", scaling={"column": "score", "rule": "bfloat16_product"}
-    )
+    header = dataclasses.replace(HEADER, dtype="float8_e4m3fn", scaling={"column": "score", "rule": "bfloat16_product"})
     manifest, _ = make_part(extras=("sample",), header=header)
-    with pytest.raises(FormatError, match="score: expected a float32 .token. column"):
+    with pytest.raises(FormatError, match=r"score: expected a float32 .token. column"):
         parse_manifest(manifest.to_bytes(), "p", WHERE)

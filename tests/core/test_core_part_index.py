@@ -103,7 +103,10 @@ def test_an_index_of_another_part_or_kind_is_refused():
 def test_ids_and_metadata_have_a_cap():
     for index, where in (
         (make_index(COLUMNS, ["a", "b" * 4097], [5, 6]), "id_offsets: expected at most 4096"),
-        (make_index(COLUMNS, ["a", "b"], [5, 6], meta=b"x" * ((1 << 20) + 1)), "meta_offsets: expected at most 1048576"),
+        (
+            make_index(COLUMNS, ["a", "b"], [5, 6], meta=b"x" * ((1 << 20) + 1)),
+            "meta_offsets: expected at most 1048576",
+        ),
     ):
         with pytest.raises(CorruptionError, match=where):
             parse_index(index.to_bytes("p"), "p", COLUMNS, "x")
@@ -116,7 +119,11 @@ def test_all_problems_come_at_once():
     )  # fmt: skip
     with pytest.raises(CorruptionError) as caught:
         parse_index(index.to_bytes("p"), "p", COLUMNS, "x")
-    assert [problem.where for problem in caught.value.problems] == ["x: n_supervised", "x: loss_mask_given", "x: chunks.score"]
+    assert [problem.where for problem in caught.value.problems] == [
+        "x: n_supervised",
+        "x: loss_mask_given",
+        "x: chunks.score",
+    ]
 
 
 def test_metadata_is_an_object():

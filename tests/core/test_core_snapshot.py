@@ -1,4 +1,5 @@
 """Snapshots and the pointer: order, duplicates, retraction; and hostile tables."""
+# ruff: noqa: E501 - one case a line
 
 import numpy as np
 import pytest
@@ -36,7 +37,13 @@ def test_the_default_order_is_by_place_then_id():
     snapshot, ids = built(parts)
     assert ids == ["z", "y", "a", "b", "c"]
     assert [part.name for part in snapshot.parts] == ["p1", "p2"]
-    assert list(zip(snapshot.part.tolist(), snapshot.row.tolist(), strict=True)) == [(1, 0), (0, 1), (1, 2), (1, 1), (0, 0)]
+    assert list(zip(snapshot.part.tolist(), snapshot.row.tolist(), strict=True)) == [
+        (1, 0),
+        (0, 1),
+        (1, 2),
+        (1, 1),
+        (0, 0),
+    ]
     assert snapshot.n_tokens.tolist() == [5, 6, 7, 6, 5]
     assert snapshot.n_supervised.tolist() == [2, 3, 3, 3, 2]
     assert snapshot.id_hash.tolist() == [digests.id_hash(sample_id.encode()) for sample_id in ids]
@@ -192,7 +199,7 @@ def test_ids_must_be_those_that_the_snapshot_names():
         tables.serialize({"ids": packed[:2], "id_offsets": offsets[:3]}, {"format": "1.0", "kind": "another"}),
     ):
         named = changed(ids={"digest": digests.digest(other), "nbytes": len(other)})
-        with pytest.raises(CorruptionError, match="id_offsets|kind"):
+        with pytest.raises(CorruptionError, match=r"id_offsets|kind"):
             parse_snapshot_ids(other, parse_snapshot(named, "x"), "ids")
 
 
@@ -240,7 +247,7 @@ BAD_POINTERS = {
 @pytest.mark.parametrize("member", BAD_POINTERS)
 def test_hostile_pointers_are_refused(member):
     for value in BAD_POINTERS[member]:
-        with pytest.raises((CorruptionError, FormatError), match="hsfmt/manifest.json"):
+        with pytest.raises((CorruptionError, FormatError), match=r"hsfmt/manifest.json"):
             parse_pointer(signed(**{member: value}))
 
 

@@ -87,7 +87,7 @@ def test_verify_accepts_valid(vector, case):
     assert [str(finding) for finding in report.errors] == []
 
 
-@pytest.mark.parametrize("case", [case for case in VALID if case not in ("newer-writers-only", "other-order")])
+@pytest.mark.parametrize("case", [case for case in VALID if case != "newer-writers-only"])
 def test_sealing_valid_again_changes_no_sample(vector, case):
     dataset = vector(f"valid/{case}")
     assert seal(dataset).snapshot.content_digest == expected(case)["content_digest"]

@@ -257,6 +257,21 @@ def test_an_attachment_that_no_snapshot_names(dataset):
     assert (finding.code, finding.path) == ("attachment", path.relative_to(dataset).as_posix())
 
 
+@pytest.mark.parametrize("damage", [delete, cut, fill_with_zeros])
+@pytest.mark.parametrize("name", ["hsfmt/manifest.json", "ids.safetensors", "index.safetensors"])
+def test_the_remedy_for_a_pointer_or_snapshot_helps(dataset, name, damage):
+    (path,) = dataset.rglob(name)
+    damage(path)
+    (finding,) = [f for f in verify(dataset).problems if f.path == path.relative_to(dataset).as_posix()]
+    assert "hsfmt seal" in finding.remedy
+    try:
+        seal(dataset)
+    except HsfmtError:
+        (dataset / "hsfmt/manifest.json").unlink()
+        seal(dataset)
+    assert verify(dataset, level="full").problems == ()
+
+
 def test_everything_wrong_is_reported_at_once(dataset):
     damaged = {
         "parts/part-0/hidden_states/c/0/0/0": cut,

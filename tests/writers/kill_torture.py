@@ -180,4 +180,4 @@ def every_call(folder, step):
 
 if __name__ == "__main__":
     mode, folder, amount = sys.argv[1:]
-    print(json.dumps({"random": random_moments, "calls": every_call}[mode](Path(folder), int(amount))))
+    print(json.dumps({"random": random_moments, "calls": every_call}[mode](Path(folder), int(amount))))  # noqa: T201 - its result

@@ -1,4 +1,4 @@
-"""Read what a writer made without the package's own reader: by hand from manifest and index, and with other libraries."""
+"""Read what a writer made without the package's reader: by hand from manifest and index, and with other libraries."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -65,7 +65,7 @@ def positions(events, path):
     assert temporary.startswith(f"{path}.")
     assert temporary.endswith(".tmp")
     synced = [at for at, event in enumerate(events) if event == ("fsync", temporary, "file")]
-    folder = os.path.dirname(path) or "."
+    folder = str(Path(path).parent)
     folder_synced = [at for at, event in enumerate(events) if event == ("fsync", folder, "folder") and at > named]
     return synced[-1], named, folder_synced
 
@@ -113,7 +113,7 @@ def test_a_seal_names_the_pointer_last(events, tmp_path):
     first = min(ids[0], index[0])
     synced = {event[1] for event in events[:first] if event[0] == "fsync"}
     (part,) = oracles.loaded_parts(url)
-    assert {"hsfmt/manifests", *(os.path.dirname(entry.path) for entry in part.manifest.files)} <= synced
+    assert {"hsfmt/manifests", *(str(Path(entry.path).parent) for entry in part.manifest.files)} <= synced
     assert [event for event in events[pointer_named + 1 :] if event[0] != "fsync"] == []
 
 

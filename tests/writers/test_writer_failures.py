@@ -44,7 +44,7 @@ def test_a_full_disk_is_said_at_the_next_call(url, open_writer, monkeypatch):
     disk = FailingDisk(monkeypatch, "write", allowed=None)
     disk.left = 0
     writer.write("b", *sample(2))
-    with pytest.raises(StorageError, match="No space left on device") as caught:
+    with pytest.raises(StorageError, match="No space left on device") as caught:  # noqa: PT012 - which call raises is open
         for _ in range(500):
             time.sleep(0.01)
             writer.write("c", *sample(3))
@@ -83,7 +83,7 @@ def test_the_kth_call_fails(tmp_path, open_writer, monkeypatch, name):
                     acknowledged += writer.commit()
                 clean = True
             except StorageError as error:
-                assert error.errno == errno.EIO
+                assert error.errno == errno.EIO  # noqa: PT017 - whether it raises is open
         read = oracles.read_samples(url)
         assert set(acknowledged) <= set(read)
         for sample_id, number in zip("abc", (1, 2, 3), strict=True):
@@ -168,7 +168,7 @@ def test_a_failure_of_an_earlier_part_is_raised_by_close(url, open_writer, monke
 
 
 def test_a_caught_error_does_not_make_the_end_look_like_success(open_writer, monkeypatch):
-    with pytest.raises(WriterClosedError), open_writer(part_nbytes=1) as writer:
+    with pytest.raises(WriterClosedError), open_writer(part_nbytes=1) as writer:  # noqa: PT012 - the context manager is what is tested
         FailingDisk(monkeypatch, "rename", errno.EIO, allowed=0)
         writer.write("a", *sample(1))
         with pytest.raises(StorageError):
@@ -253,7 +253,7 @@ def test_many_threads_may_write(url, open_writer):
                 writer.write(f"{value}", *sample(value, 1 + value % 9), metadata={"value": value})
                 if number % 10 == 9:
                     writer.commit()
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - the thread's error is the test's result
             failures.append(error)
 
     threads = [threading.Thread(target=produce, args=[thread]) for thread in range(6)]

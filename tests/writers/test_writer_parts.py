@@ -130,7 +130,7 @@ def test_closing_without_a_sample_warns(url, open_writer, caplog):
 
 
 def test_an_exception_inside_commits_nothing_of_the_open_part(url, open_writer):
-    with pytest.raises(ZeroDivisionError), open_writer(chunk_tokens=2, shard_tokens=4) as writer:
+    with pytest.raises(ZeroDivisionError), open_writer(chunk_tokens=2, shard_tokens=4) as writer:  # noqa: PT012 - the context manager is what is tested
         write(writer, "a", n_tokens=100)
         writer.hole("b", "failed")
         raise ZeroDivisionError
@@ -138,7 +138,7 @@ def test_an_exception_inside_commits_nothing_of_the_open_part(url, open_writer):
 
 
 def test_an_exception_keeps_what_was_committed(url, open_writer):
-    with pytest.raises(ZeroDivisionError), open_writer(part_nbytes=2 * ONE.nbytes) as writer:
+    with pytest.raises(ZeroDivisionError), open_writer(part_nbytes=2 * ONE.nbytes) as writer:  # noqa: PT012 - the context manager is what is tested
         write(writer, "a", "b", "c")
         raise ZeroDivisionError
     assert parts_of(url) == [["a", "b"]]

@@ -87,7 +87,7 @@ def test_four_writers_append_without_a_lock(tmp_path):
             with DatasetWriter(url, layers=[1, 2], final_norm="pre", part_nbytes=500, **SETTINGS) as writer:
                 for number in range(40):
                     writer.write(f"{process}-{number}", [1, 2, 3], np.full((3, 2, 4), process * 100 + number, "f4"))
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - the thread's error is the test's result
             failures.append(error)
 
     threads = [threading.Thread(target=produce, args=[process]) for process in range(4)]
@@ -235,7 +235,7 @@ def test_two_seals_racing_with_commits_lose_nothing(url):
         try:
             for number in range(25):
                 commit(url, f"s{number}")
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - the thread's error is the test's result
             failures.append(error)
         finally:
             stop.set()
@@ -247,7 +247,7 @@ def test_two_seals_racing_with_commits_lose_nothing(url):
                 last = stop.is_set()
                 before = set(committed_parts(store))
                 assert before <= names_of(seal(url).snapshot)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - the thread's error is the test's result
             failures.append(error)
 
     threads = [threading.Thread(target=target) for target in (commits, seals, seals)]
@@ -298,7 +298,7 @@ def test_a_pointer_is_always_whole(url, monkeypatch):
         try:
             while not stop.is_set():
                 assert current(url).n_samples >= 1
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - the thread's error is the test's result
             failures.append(error)
 
     reader = threading.Thread(target=look)
