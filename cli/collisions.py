@@ -87,6 +87,11 @@ class Copies:
     own: npt.NDArray[np.bool_]
     clashing: npt.NDArray[np.bool_]
 
+    def missing(self) -> list[int]:
+        """Return the items whose id is not committed."""
+        numbers: list[int] = np.flatnonzero(self.part < 0).tolist()
+        return numbers
+
     def elsewhere(self) -> list[int]:
         """Return the items whose copy has to be compared, part by part, so that each index is loaded once."""
         numbers = np.flatnonzero((self.part >= 0) & ~self.trusted)
@@ -132,7 +137,9 @@ def find_copies(
 def _in_order(manifests: Mapping[str, PartManifest]) -> list[str]:
     """Return the parts with samples so that the first copy of an id is the one that readers get."""
     live = {part.manifest.part for part in without_superseded(LoadedPart(m, None) for m in manifests.values())}
-    return sorted((name for name, m in manifests.items() if m.counts.samples), key=lambda name: (name not in live, name))
+    return sorted(
+        (name for name, m in manifests.items() if m.counts.samples), key=lambda name: (name not in live, name)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,9 +248,10 @@ def _difference(task: Comparison, item: SourceItem, sample: SourceSample, part: 
     return Problem(item.key, expected, got, task.remedy, (item.sample_id,))
 
 
-def clash(store: Store, header: Header, copies: Copies, number: int, item: SourceItem) -> Problem:
+def clash(task: Comparison, number: int) -> Problem:
     """Return what is wrong with an item whose id another conversion committed at the same time, for another sample."""
-    part = _Part.load(store, copies.parts[copies.part[number]], header)
+    item, copies = task.source.items[number], task.copies
+    part = _Part.load(open_store(task.url), copies.parts[copies.part[number]], task.header)
     expected = f"one sample of the id {item.sample_id!r}"
     got = f"two of different content, of which readers get {part.describe(int(copies.row[number]))}"
-    return Problem(item.key, expected, got, "", (item.sample_id,))
+    return Problem(item.key, expected, got, task.remedy, (item.sample_id,))

@@ -1,124 +1,34 @@
-"""A conversion: from a foreign folder to committed parts and a seal. Puts sources and writers together."""
+"""A conversion, planned: to committed parts and a seal. Puts sources and writers together."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Mapping
+from functools import partial
+from pathlib import PurePath
 
 from hsfmt import layout
-from hsfmt.catalog import committed_parts, find_dataset, load_manifest
+from hsfmt.catalog import find_dataset
 from hsfmt.cli import units
+from hsfmt.cli.collisions import Comparison, Copies, clash, compare_slice, find_copies
+from hsfmt.cli.conversion_plan import Plan, committed_manifests
 from hsfmt.cli.conversion_report import Report
 from hsfmt.cli.estimate import estimate
 from hsfmt.cli.progress import open_progress
-from hsfmt.cli.slices import Task, run_slices
-from hsfmt.errors import ExpectationError, HsfmtError, SourceError, StorageError, UsageError
-from hsfmt.header import Header, make_header
+from hsfmt.cli.slices import Task, Work, convert_slice, run_slices
+from hsfmt.errors import ExpectationError, HsfmtError, SourceError, StorageError
+from hsfmt.header import Header
 from hsfmt.idset import CommittedIds
 from hsfmt.manifest import PartManifest
-from hsfmt.readers.sources import (
-    Source,
-    SourceMeaning,
-    SourceOptions,
-    find_source,
-    settle_final_norm,
-    settle_layers,
-)
 from hsfmt.sealing import seal
-from hsfmt.storage import Store, open_store
+from hsfmt.storage import Store
 
-GIB = 1 << 30
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """What the user asked for; the names are those of the command's options.
-
-    Attributes
-    ----------
-    src, dst
-        Folder of the source, and the dataset.
-    from_
-        Name of the source format, or None to find it.
-    options
-        What the source needs to know.
-    """
-
-    src: str
-    dst: str
-    from_: str | None = None
-    options: SourceOptions = field(default_factory=SourceOptions)
-    final_norm: str | None = None
-    model: str | None = None
-    tokenizer: str | None = None
-    codec: str = "zstd"
-    part_nbytes: int = 32 * GIB
-    workers: int = 1
-    resume: bool = True
-    dry_run: bool = False
-    force: bool = False
-    on_bad: str = "raise"
-    nonfinite: str | None = None
-    seal: bool = True
-    expect: int | None = None
-    command: Sequence[str] = ()
-
-
-@dataclass(slots=True)
-class Plan:
-    """A conversion about to run: what is where, and which items are to be read."""
-
-    request: Request
-    source: Source
-    meaning: SourceMeaning
-    store: Store
-    header: Header
-    existing: Header | None
-    pending: list[int]
-    manifests: Mapping[str, PartManifest]
-
-
-def plan(request: Request) -> Plan:
-    """Look at source and destination; writes nothing.
-
-    Raises
-    ------
-    UsageError, NotFoundError, SourceError
-        The source is not understood, or the user has to say more.
-    HeaderMismatchError
-        The dataset exists and means something else.
-    """
-    store = open_store(request.dst)
-    _check_apart(request.src, store)
-    source = find_source(request.src, request.from_, options=request.options)
-    meaning = source.meaning()
-    header = make_header(
-        layers=settle_layers(meaning, request.options.layer_ids),
-        hidden_size=meaning.hidden_size,
-        final_norm=settle_final_norm(meaning, request.final_norm),
-        dtype=meaning.dtype,
-        model=request.model or meaning.model,
-        tokenizer=request.tokenizer,
-        scaling=meaning.scaling,
-    )
-    existing = find_dataset(store, header)
-    if existing is not None and not request.resume and committed_parts(store):
-        raise UsageError.at(
-            store.url,
-            expected="an empty dataset, as --no-resume asks",
-            got=units.counted(len(committed_parts(store)), "committed part"),
-            remedy="leave --no-resume out to add what is missing, or choose another destination",
-        )
-    committed = _committed(store, existing)
-    pending = [n for n, item in enumerate(source.items) if committed is None or item.sample_id not in committed]
-    return Plan(request, source, meaning, store, header, existing, pending, _manifests(store, existing))
+_SHOWN_CONFLICTS = 20
 
 
 def run(plan: Plan, *, show_progress: bool) -> Report:
-    """Convert what is pending and seal. What goes wrong on the way is in the report's `error`.
+    """Compare what is there from elsewhere, convert what is pending, seal. What goes wrong is in the report's `error`.
 
     Raises
     ------
@@ -138,11 +48,18 @@ def run(plan: Plan, *, show_progress: bool) -> Report:
     if request.dry_run:
         return report
     started = time.monotonic()
-    total = sum(plan.source.items[n].nbytes for n in plan.pending)
     try:
-        with open_progress("converting", total, shown=show_progress) as progress:
-            for tally in run_slices(_task(plan), _slices(plan, total), request.workers, progress):
-                report.tally.add(tally)
+        _compare(plan, plan.copies, plan.copies.elsewhere(), report, shown=show_progress)
+        # One after the other: a conflict that ends the run shows before anything is written.
+        if report.tally.error is None:
+            _run(plan, plan.pending, "converting", partial(convert_slice, _task(plan)), report, shown=show_progress)
+        if report.tally.already:
+            manifests = committed_manifests(plan.store, find_dataset(plan.store, plan.header))
+            copies, already = (
+                find_copies(plan.store, manifests, plan.source.items, plan.origin),
+                {*report.tally.already},
+            )
+            _compare(plan, copies, [n for n in copies.elsewhere() if n in already], report, shown=show_progress)
         report.error = report.tally.error
     except (HsfmtError, OSError, KeyboardInterrupt) as error:
         report.error = error
@@ -154,15 +71,29 @@ def run(plan: Plan, *, show_progress: bool) -> Report:
     return report
 
 
-def _check_apart(src: str, store: Store) -> None:
-    """Refuse a file, and a dataset within its source or around it: each would see the other's files as its own."""
-    if not store.is_local:
+def _run(plan: Plan, numbers: list[int], label: str, work: Work, report: Report, *, shown: bool) -> None:
+    if not numbers:
         return
-    source, dataset = Path(src).resolve(), Path(store.url).resolve()
-    if dataset.exists() and not dataset.is_dir():
-        raise UsageError.at(store.url, expected="a folder, or a name for one", got="a file")
-    if source.is_relative_to(dataset) or dataset.is_relative_to(source):
-        raise UsageError.at(store.url, expected="a folder apart from the source", got=f"{store.url} beside {src}")
+    total = sum(plan.source.items[n].nbytes for n in numbers)
+    with open_progress(label, total, shown=shown) as progress:
+        for tally in run_slices(work, _slices(plan, numbers, total), plan.request.workers, progress):
+            report.tally.add(tally)
+
+
+def _compare(plan: Plan, copies: Copies, numbers: list[int], report: Report, *, shown: bool) -> None:
+    label = "comparing with samples that came from another place"
+    _run(plan, numbers, label, partial(compare_slice, _comparison(plan, copies)), report, shown=shown)
+
+
+def _comparison(plan: Plan, copies: Copies) -> Comparison:
+    request = plan.request
+    if request.id_prefix is None:
+        name = PurePath(plan.origin.folder).name
+        remedy = f"where folders have equal ids, give each its own: --id-prefix {name}/"
+    else:
+        remedy = f"give this folder another --id-prefix than {request.id_prefix!r}"
+    remedy += "; a newer version of the same sample needs a dataset of its own"
+    return Comparison(plan.source, plan.store.url, plan.existing or plan.header, copies, request.on_bad, remedy)
 
 
 def _committed(store: Store, header: Header | None) -> CommittedIds | None:
@@ -171,10 +102,6 @@ def _committed(store: Store, header: Header | None) -> CommittedIds | None:
     ids = CommittedIds(store, header)
     ids.refresh()
     return ids
-
-
-def _manifests(store: Store, header: Header | None) -> dict[str, PartManifest]:
-    return {part: load_manifest(store, part, header) for part in committed_parts(store)} if header else {}
 
 
 def _holes(manifests: Mapping[str, PartManifest]) -> dict[str, str]:
@@ -206,14 +133,12 @@ def _fresh_report(plan: Plan) -> Report:
         first = plan.source.items[bad[0]].problem
         text = f"{units.counted(len(bad), 'file')} can't be taken, which listing them shows; the first: {first}"
         report.warnings.append(f"{text}. --on-bad hole records such files and goes on")
-    there = len(outcomes) - len(plan.pending)
-    sources = {manifest.producer.get("source") for manifest in plan.manifests.values()}
-    if there and _source_path(plan) not in sources:
-        text = f"{units.counted(there, 'id')} of this source are in the dataset already, written from another place"
-        report.warnings.append(
-            f"{text} ({', '.join(sorted(map(str, sources))[:3])}): if those are other samples, "
-            "convert the folder that holds both, or into a dataset of its own"
-        )
+    elsewhere = plan.copies.elsewhere()
+    if elsewhere:
+        parts = {plan.copies.parts[n] for n in set(plan.copies.part[elsewhere].tolist())}
+        places = sorted({str(plan.manifests[part].producer.get("source", "an unknown origin")) for part in parts})
+        text = f"{units.counted(len(elsewhere), 'id')} of this source are in the dataset already, from another place"
+        report.warnings.append(f"{text} ({', '.join(places[:3])}): the files are read and compared with them")
     if plan.meaning.model and plan.request.model and plan.meaning.model != plan.request.model:
         report.warnings.append(
             f"the source names the model {plan.meaning.model!r}; --model {plan.request.model!r} is kept"
@@ -226,8 +151,14 @@ def _task(plan: Plan) -> Task:
     producer = {
         **meaning.producer,
         "command": list(request.command),
-        "options": {"on_bad": request.on_bad, "part_nbytes": request.part_nbytes, "workers": request.workers},
-        "source": _source_path(plan),
+        "options": {
+            **plan.origin.options,
+            "id_prefix": request.id_prefix,
+            "on_bad": request.on_bad,
+            "part_nbytes": request.part_nbytes,
+            "workers": request.workers,
+        },
+        "source": plan.origin.folder,
         "source_files": sum(len(item.paths) for item in plan.source.items),
         "source_kind": plan.source.name,
         "source_nbytes": sum(item.nbytes for item in plan.source.items),
@@ -256,20 +187,14 @@ def _task(plan: Plan) -> Task:
     return Task(plan.source, plan.store.url, writer, request.on_bad, nonfinite, _holes(plan.manifests))
 
 
-def _source_path(plan: Plan) -> str:
-    return str(Path(plan.request.src).resolve())
-
-
-def _slices(plan: Plan, total: int) -> list[list[int]]:
-    """Cut the pending items into runs of about equal bytes, no larger than a part, at least one a worker."""
-    if not plan.pending:
-        return []
+def _slices(plan: Plan, numbers: list[int], total: int) -> list[list[int]]:
+    """Cut the items into runs of about equal bytes, no larger than a part, at least one a worker."""
     if plan.request.workers == 1:
-        return [plan.pending]
+        return [numbers]
     target = min(plan.request.part_nbytes, max(1, -(-total // plan.request.workers)))
     slices: list[list[int]] = [[]]
     filled = 0
-    for number in plan.pending:
+    for number in numbers:
         nbytes = plan.source.items[number].nbytes
         if slices[-1] and filled + nbytes > target:
             slices.append([])
@@ -281,29 +206,36 @@ def _slices(plan: Plan, total: int) -> list[list[int]]:
 
 def _settle(plan: Plan, report: Report) -> None:
     """Say of each item what became of it by what is committed now, not by what the slices believe."""
-    header = find_dataset(plan.store, plan.header)
-    committed = _committed(plan.store, header)
-    manifests = _manifests(plan.store, header)
-    holes = _holes(manifests)
+    tally = report.tally
+    manifests = committed_manifests(plan.store, find_dataset(plan.store, plan.header))
+    copies = find_copies(plan.store, manifests, plan.source.items, plan.origin)
+    holes, same = _holes(manifests), set(tally.same)
     fresh = [manifest for part, manifest in manifests.items() if part not in plan.manifests]
     report.n_parts, report.stored_nbytes = len(fresh), sum(entry.nbytes for part in fresh for entry in part.files)
     report.reasons.clear()
     for number in plan.pending:
-        item = plan.source.items[number]
-        outcome = "not_reached"
-        if number == report.tally.failed:
+        # Conversions that ran at once may both have written the id: readers get one of the two.
+        if copies.own[number] and copies.clashing[number]:
+            tally.conflicts[number] = clash(_comparison(plan, copies), number)
+    for number in [*plan.pending, *plan.copies.elsewhere()]:
+        sample_id, outcome = plan.source.items[number].sample_id, "not_reached"
+        if number in tally.conflicts or number == tally.failed:
             outcome = "failed"
-        elif committed is not None and item.sample_id in committed:
+        elif number in same:
+            outcome = "skipped"
+        elif plan.copies.part[number] < 0 and copies.own[number]:
             outcome = "sample"
-        elif item.sample_id in holes:
+        elif sample_id in holes and copies.part[number] < 0:
             outcome = "hole"
-            report.reasons[number] = report.tally.holes.get(number, holes[item.sample_id])
+            report.reasons[number] = tally.holes.get(number, holes[sample_id])
         report.outcomes[number] = outcome
     if report.error is None:
-        counts, tally = report.counts(), report.tally
-        assert (counts["not_reached"], counts["failed"]) == (0, 0), counts
+        counts = report.counts()
+        assert (counts["not_reached"], counts["failed"]) == (0, len(tally.conflicts)), counts
         # Another writer may have filled a hole of ours meanwhile, but nobody takes a sample away.
-        assert counts["sample"] >= tally.samples + tally.already, (counts, tally)
+        assert counts["sample"] + counts["failed"] >= tally.samples, (counts, tally)
+        if tally.conflicts:
+            report.error = SourceError(tally.conflicts[n] for n in sorted(tally.conflicts)[:_SHOWN_CONFLICTS])
 
 
 def _warn(report: Report) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from hsfmt.cli import conversion, units
+from hsfmt.cli.conversion_plan import Request, make_plan
 from hsfmt.cli.conversion_report import Report
 from hsfmt.cli.failures import dumps, exit_code, show
 from hsfmt.cli.options import json_option, layer_ids, quiet_option, size, workers_option
@@ -34,7 +35,9 @@ from hsfmt.readers.sources import SOURCE_NAMES, SourceOptions, parse_key_map
 @click.option("--map", "key_map", metavar="ROLE=KEY", multiple=True, help="Where the tensors are, for --from pt.")
 @click.option("--hidden-size", type=click.IntRange(1), metavar="N", help="Width of one state, to split [T, L*H].")
 @click.option("--model-config", metavar="PATH", help="The model's config.json, to tell its number of layers.")
-@click.option("--id-prefix", metavar="TEXT", help="Put TEXT before every sample id, as rank1/ for one folder of several.")
+@click.option(
+    "--id-prefix", metavar="TEXT", help="Put TEXT before every sample id, as rank1/ for one folder of several."
+)
 @click.option("--codec", type=click.Choice(CODECS), default="zstd", show_default=True, help="Lossless, or none.")
 @click.option(
     "--part-size",
@@ -90,8 +93,8 @@ def command(
         layer_ids=layers,
         model_config=model_config,
     )
-    asked = conversion.Request(options=options, command=("hsfmt", *(ctx.find_root().obj or ())), **request)
-    report = conversion.run(conversion.plan(asked), show_progress=not (as_json or quiet))
+    asked = Request(options=options, command=("hsfmt", *(ctx.find_root().obj or ())), **request)
+    report = conversion.run(make_plan(asked), show_progress=not (as_json or quiet))
     _print(report, as_json=as_json)
     ctx.exit(_exit_code(report))
 

@@ -290,7 +290,18 @@ def _run_in_worker(numbers: Sequence[int]) -> Tally | None:
 
 
 def run_slices(work: Work, slices: Sequence[Sequence[int]], workers: int, progress: Progress) -> Iterator[Tally]:
-    """Do the work, which can be pickled, on all slices and yield their tallies as they come; after a failed one the others finish early.
+    """Do the work on all slices and yield their tallies as they come; after a failed one the others finish early.
+
+    Parameters
+    ----------
+    work
+        A function on a slice, which more than one worker need pickled.
+    slices
+        Numbers of items.
+    workers
+        Processes; 1 for this one.
+    progress
+        Is told how far all slices are.
 
     Raises
     ------

@@ -211,7 +211,8 @@ def _build(document: dict[str, Any], part: str, header: Header, where: str) -> P
 
 
 def _columns(document: dict[str, Any], where: str) -> dict[str, Column]:
-    columns, problems = {}, []
+    columns: dict[str, Column] = {}
+    problems: list[Problem] = []
     for name, entry in document.items():
         try:
             columns[name] = parse_column(name, entry, f"{where}: columns.{name}")

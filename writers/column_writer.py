@@ -31,6 +31,7 @@ from hsfmt.errors import UsageError
 from hsfmt.manifest import FileEntry
 from hsfmt.storage import ObjectWriter, Store
 from hsfmt.writers.pipeline import Encoded, OutputThread, Pipeline
+from hsfmt.writers.samples import is_positive
 from hsfmt.zarr_metadata import shard_index
 
 Array = npt.NDArray[Any]
@@ -89,7 +90,7 @@ def plan_column(
         Sizes that the format does not have: no writer may commit what no reader takes.
     """
     for option, rows in (("chunk_tokens", grid.chunk_tokens), ("shard_tokens", grid.shard_tokens)):
-        if rows is not None and (not isinstance(rows, int) or rows < 1):
+        if rows is not None and not is_positive(rows):
             raise UsageError.at(option, expected="a positive number of tokens", got=repr(rows)[:60])
     itemsize = dtype(dtype_name).itemsize
     row_nbytes = math.prod(row_shape) * itemsize

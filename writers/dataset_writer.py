@@ -24,9 +24,9 @@ from hsfmt.idset import CommittedIds, IdSet
 from hsfmt.sealing import seal as seal_dataset
 from hsfmt.storage import open_store
 from hsfmt.writers.column_writer import GridOptions
-from hsfmt.writers.commit_thread import CommitThread
 from hsfmt.writers.extras import Extra, check_scale, extra_values, parse_extras, with_scale
-from hsfmt.writers.part_writer import PartSettings, PartWriter
+from hsfmt.writers.part_sequence import PartSequence
+from hsfmt.writers.part_writer import PartSettings
 from hsfmt.writers.pipeline import Pipeline
 from hsfmt.writers.producer import full_producer
 from hsfmt.writers.samples import check_id, check_reason, check_source_index, make_sample, scan
@@ -34,8 +34,6 @@ from hsfmt.writers.samples import check_id, check_reason, check_source_index, ma
 _log = logging.getLogger("hsfmt")
 GIB = 1 << 30
 MIB = 1 << 20
-# A part ends before its index or manifest comes near the largest that readers take.
-_MAX_PART_TABLE_NBYTES = 256 * MIB
 
 
 class DatasetWriter:
@@ -142,17 +140,15 @@ class DatasetWriter:
         self._store = open_store(url, storage_options)
         self._header = ensure_dataset(self._store, wanted)
         self._settings = replace(settings, header=self._header)
-        self._part_nbytes, self._part_seconds = part_nbytes, part_seconds
         self._on_duplicate, self._nonfinite, self._seal = on_duplicate, nonfinite, seal
-        self._part_names = part_names
         self._pipeline = Pipeline(threads, queue_nbytes)
         self._lock = threading.RLock()
         self._committed: CommittedIds | None = None
         self._pending = IdSet()
         self._next_index: int | None = None
-        self._part: PartWriter | None = None
-        self._timer: threading.Timer | None = None
-        self._commits = CommitThread(self._store.url)
+        self._parts = PartSequence(
+            self._store, self._settings, self._pipeline, part_names, (part_nbytes, part_seconds), self._lock
+        )
         self._pid = os.getpid()
         self._closed = False
         self._failure: BaseException | None = None
@@ -232,12 +228,12 @@ class DatasetWriter:
             bad += check_scale(self._header, values, sample_id, count_nonfinite=self._nonfinite != "keep")
             if bad:
                 return self._refuse_nonfinite(sample_id, bad, sample.n_tokens)
-            part = self._open_part()
+            part = self._parts.open()
             with self._failing():
                 part.add(sample, content, self._take_index(given_index), values)
-            part.holes.pop(sample_id, None)
-            self._pending.add(sample_id)
-            self._roll_if_full(part)
+                part.holes.pop(sample_id, None)
+                self._pending.add(sample_id)
+                self._parts.end_if_full()
             return True
 
     def hole(self, sample_id: str, reason: str) -> None:
@@ -257,9 +253,9 @@ class DatasetWriter:
                 raise SampleError.at(
                     f"hole {sample_id!r}", expected="an id that was not written", got="a written sample"
                 )
-            part = self._open_part()
-            part.add_hole(sample_id, reason)
-            self._roll_if_full(part)
+            self._parts.open().add_hole(sample_id, reason)
+            with self._failing():
+                self._parts.end_if_full()
 
     def commit(self) -> list[str]:
         """End the open part and wait until all parts are durable.
@@ -277,7 +273,7 @@ class DatasetWriter:
         self._check_process()
         with self._lock:
             self._commit_all()
-            return self._commits.take_ids()
+            return self._parts.take_ids()
 
     def committed_ids(self) -> CommittedIds:
         """Return the set-like view of all ids that are durable in the dataset now, other writers' included."""
@@ -321,9 +317,7 @@ class DatasetWriter:
         with self._lock:
             if self._closed:
                 return
-            part, self._part = self._part, None
-            if part is not None:
-                part.abort()
+            self._parts.abort()
             self._shutdown()
 
     def __enter__(self) -> Self:
@@ -358,43 +352,11 @@ class DatasetWriter:
         remedy = 'pass nonfinite="hole" to record it as failed, or "keep" to store it as it is'
         raise NonFiniteError.at(f"sample {sample_id!r}", expected="finite states", got=got, remedy=remedy)
 
-    def _open_part(self) -> PartWriter:
-        if self._part is None:
-            name = layout.check_part_name(self._part_names(), "part_names")
-            if self._store.size(layout.manifest_path(name)) is not None:
-                # Its files would be replaced in place before the manifest could be refused.
-                raise UsageError.at("part_names", expected="a new part name", got=f"{name}, which is committed")
-            self._part = PartWriter(self._store, name, self._settings, self._pipeline)
-            if self._part_seconds is not None:
-                self._timer = threading.Timer(self._part_seconds, self._age_out, [self._part])
-                self._timer.daemon = True
-                self._timer.start()
-        return self._part
-
-    def _age_out(self, part: PartWriter) -> None:
-        with self._lock:
-            if part is self._part and not self._closed:
-                self._roll()
-
-    def _roll(self) -> None:
-        """Hand the open part to the committing thread, so that write() goes on with the next one."""
-        part, self._part = self._part, None
-        if self._timer is not None:
-            self._timer.cancel()
-        if part is not None and (part.n_samples or part.holes):
-            self._commits.submit(part)
-
-    def _roll_if_full(self, part: PartWriter) -> None:
-        if part.nbytes >= self._part_nbytes or part.table_nbytes >= _MAX_PART_TABLE_NBYTES:
-            self._roll()
-            with self._failing():
-                self._commits.limit()
-
     def _commit_all(self) -> None:
         self._check_usable()
-        self._roll()
+        self._parts.end()
         with self._failing():
-            self._commits.wait()
+            self._parts.wait()
 
     def _check_process(self) -> None:
         # Before the lock is asked for: a thread that was left behind in the parent may have held it during the fork.
@@ -409,9 +371,7 @@ class DatasetWriter:
             )
             raise error from self._failure
         with self._failing():
-            if self._part is not None:
-                self._part.check()
-            self._commits.check()
+            self._parts.check()
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
@@ -425,9 +385,7 @@ class DatasetWriter:
 
     def _shutdown(self) -> None:
         self._closed = True
-        if self._timer is not None:
-            self._timer.cancel()
-        self._commits.close()
+        self._parts.close()
         self._pipeline.close()
 
 

@@ -18,7 +18,7 @@ from hsfmt.digests import extras_digest
 from hsfmt.dtypes import DType, dtype, n_nonfinite
 from hsfmt.errors import SampleError, UsageError
 from hsfmt.header import Header
-from hsfmt.writers.samples import patterns
+from hsfmt.writers.samples import is_positive, patterns
 
 Array = npt.NDArray[Any]
 
@@ -83,7 +83,7 @@ def parse_extras(declared: Mapping[str, Extra | Mapping[str, Any]] | None) -> di
             )
         except (KeyError, TypeError, AttributeError):
             raise UsageError.at(where, expected="kind, dtype and shape", got=repr(value)[:100]) from None
-        if extra.kind not in KINDS or any(not isinstance(n, int) or n < 1 for n in extra.shape):
+        if extra.kind not in KINDS or not all(is_positive(n) for n in extra.shape):
             raise UsageError.at(where, expected=f"kind of {', '.join(KINDS)} and positive axes", got=repr(extra))
         dtype(extra.dtype, where)
         result[name] = extra

@@ -135,6 +135,11 @@ def check_reason(sample_id: str, reason: object) -> None:
         raise SampleError.at(f"hole {sample_id!r}", expected="a reason", got=ascii(reason)[:100])
 
 
+def is_positive(value: object) -> bool:
+    """Say whether `value` is an integer above 0."""
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
 def _is_unicode(text: str) -> bool:
     try:
         text.encode("utf-8")

@@ -133,7 +133,7 @@ def test_a_failed_part_leaves_no_files(url, open_writer, monkeypatch):
 def test_a_file_that_vanished_is_noticed_before_the_commit(url, open_writer):
     writer = open_writer()
     writer.write("a", *sample(1))
-    part = writer._part
+    part = writer._parts.open()
     write_files = part._write_files
 
     def then_truncate(replaces):

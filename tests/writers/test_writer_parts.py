@@ -79,23 +79,23 @@ def test_parts_end_by_age_while_the_producer_is_idle(url, open_writer):
 def test_age_counts_from_the_first_sample_of_each_part(url, open_writer):
     writer = open_writer(part_seconds=30)
     write(writer, "a")
-    first = writer._timer
+    first = writer._parts._timer
     writer.commit()
     assert first.finished.is_set(), "the ended part's timer is cancelled"
     write(writer, "b")
-    assert writer._timer is not first
+    assert writer._parts._timer is not first
     writer.close()
-    assert writer._timer.finished.is_set()
+    assert writer._parts._timer.finished.is_set()
 
 
 def test_age_can_be_turned_off(open_writer):
     writer = open_writer(part_seconds=None)
     write(writer, "a")
-    assert writer._timer is None
+    assert writer._parts._timer is None
 
 
 def test_parts_end_before_their_tables_outgrow_the_caps(url, open_writer, monkeypatch):
-    monkeypatch.setattr("hsfmt.writers.dataset_writer._MAX_PART_TABLE_NBYTES", 2000)
+    monkeypatch.setattr("hsfmt.writers.part_sequence._MAX_TABLE_NBYTES", 2000)
     writer = open_writer()
     for number in range(6):
         writer.write(f"{number}", [1], ONE, metadata={"x": "y" * 900})
@@ -256,7 +256,7 @@ def test_many_small_parts_do_not_pile_up(url, open_writer):
         most = 0
         for number in range(40):
             write(writer, f"{number}")
-            most = max(most, len(writer._commits._waiting))
+            most = max(most, len(writer._parts._waiting))
     assert most <= 3
     assert len(oracles.read_samples(url)) == 40
 
