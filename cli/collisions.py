@@ -1,13 +1,16 @@
 """Ids that the dataset has already: the same sample, or another one that would be lost if it were skipped.
 
-A copy made of the same file is taken as it is, so that resuming reads nothing again. Any other is compared by content.
+A copy made of the same file, which did not change since, is taken as it is, so that resuming reads nothing again. Any
+other is compared by content.
 """
 
 from __future__ import annotations
 
 import platform
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 import numpy as np
@@ -73,9 +76,9 @@ class Copies:
     part, row
         int32 [item]: where the copy is that readers get; number in `parts`, -1 where the id is not committed.
     trusted
-        bool [item]: that copy was made of the item's file.
+        bool [item]: that copy was made of the item's file as it is now.
     own
-        bool [item]: some copy was.
+        bool [item]: some copy was made of the item's file.
     clashing
         bool [item]: there are copies of different content, of which readers get one.
     """
@@ -99,9 +102,7 @@ class Copies:
         return order
 
 
-def find_copies(
-    store: Store, manifests: Mapping[str, PartManifest], items: Sequence[SourceItem], origin: Origin
-) -> Copies:
+def find_copies(store: Store, manifests: Mapping[str, PartManifest], source: Source, origin: Origin) -> Copies:
     """Look for the items' ids in all committed parts; one index is in memory at a time.
 
     Raises
@@ -109,7 +110,7 @@ def find_copies(
     NotFoundError, CorruptionError
         A part's index can't be read, or is not the one that was committed.
     """
-    n = len(items)
+    items, n = source.items, len(source.items)
     numbers: dict[str, list[int]] = {}
     for number, item in enumerate(items):
         numbers.setdefault(item.sample_id, []).append(number)
@@ -120,6 +121,7 @@ def find_copies(
         manifest = manifests[part]
         index = load_index(store, manifest)
         alike = origin.reads_as(manifest.producer)
+        since = _started(manifest.producer)
         for row in range(index.n_samples):
             found = numbers.get(index.sample_id(row), ())
             metadata = index.metadata(row) if found and alike else {}
@@ -127,7 +129,8 @@ def find_copies(
                 own = alike and origin.is_of(items[number], manifest.producer, metadata)
                 copies.own[number] |= own
                 if copies.part[number] < 0:
-                    copies.part[number], copies.row[number], copies.trusted[number] = place, row, own
+                    copies.part[number], copies.row[number] = place, row
+                    copies.trusted[number] = own and _changed(source, items[number]) <= since
                     content[number] = index.content_digest[row]
                 elif not np.array_equal(content[number], index.content_digest[row]):
                     copies.clashing[number] = True
@@ -140,6 +143,23 @@ def _in_order(manifests: Mapping[str, PartManifest]) -> list[str]:
     return sorted(
         (name for name, m in manifests.items() if m.counts.samples), key=lambda name: (name not in live, name)
     )
+
+
+def _started(producer: Mapping[str, Any]) -> float:
+    try:
+        return datetime.fromisoformat(producer["started"]).timestamp()
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return 0.0
+
+
+def _changed(source: Source, item: SourceItem) -> float:
+    """Return when the newest of the files that hold an item was changed, in seconds since 1970."""
+    paths = [*item.paths[:1], *(support.path for support in source.support if support.role == "arrow")]
+    times = []
+    for path in paths:
+        with suppress(OSError):  # loading the item says it, where it is loaded
+            times.append((source.root / path).stat().st_mtime)
+    return max(times, default=0.0)
 
 
 @dataclass(frozen=True, slots=True)

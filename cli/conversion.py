@@ -1,4 +1,4 @@
-"""A conversion, planned: to committed parts and a seal. Puts sources and writers together."""
+"""A conversion: from a plan to committed parts and a seal. Puts sources and writers together."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def run(plan: Plan, *, show_progress: bool) -> Report:
         if report.tally.already:
             manifests = committed_manifests(plan.store, find_dataset(plan.store, plan.header))
             copies, already = (
-                find_copies(plan.store, manifests, plan.source.items, plan.origin),
+                find_copies(plan.store, manifests, plan.source, plan.origin),
                 {*report.tally.already},
             )
             _compare(plan, copies, [n for n in copies.elsewhere() if n in already], report, shown=show_progress)
@@ -162,6 +162,7 @@ def _task(plan: Plan) -> Task:
         "source_files": sum(len(item.paths) for item in plan.source.items),
         "source_kind": plan.source.name,
         "source_nbytes": sum(item.nbytes for item in plan.source.items),
+        "started": plan.started.isoformat(timespec="microseconds"),
     }
     if meaning.model:
         producer["source_model"] = meaning.model
@@ -208,7 +209,7 @@ def _settle(plan: Plan, report: Report) -> None:
     """Say of each item what became of it by what is committed now, not by what the slices believe."""
     tally = report.tally
     manifests = committed_manifests(plan.store, find_dataset(plan.store, plan.header))
-    copies = find_copies(plan.store, manifests, plan.source.items, plan.origin)
+    copies = find_copies(plan.store, manifests, plan.source, plan.origin)
     holes, same = _holes(manifests), set(tally.same)
     fresh = [manifest for part, manifest in manifests.items() if part not in plan.manifests]
     report.n_parts, report.stored_nbytes = len(fresh), sum(entry.nbytes for part in fresh for entry in part.files)

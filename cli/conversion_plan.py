@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,8 @@ class Plan:
         The dataset's header, None where there is no dataset yet.
     manifests
         Of all parts that are committed.
+    started
+        Before the source was listed.
     origin
         Where the source is and how it is read.
     copies
@@ -88,6 +91,7 @@ class Plan:
     header: Header
     existing: Header | None
     manifests: Mapping[str, PartManifest]
+    started: datetime
     origin: Origin
     copies: Copies
     pending: list[int]
@@ -103,6 +107,7 @@ def make_plan(request: Request) -> Plan:
     HeaderMismatchError
         The dataset exists and means something else.
     """
+    started = datetime.now(UTC)
     store = open_store(request.dst)
     _check_apart(request.src, store)
     source = find_source(request.src, request.from_, options=request.options)
@@ -128,8 +133,8 @@ def make_plan(request: Request) -> Plan:
         )
     manifests = committed_manifests(store, existing)
     origin = Origin(str(Path(request.src).resolve()), source.name, _reading(request))
-    copies = find_copies(store, manifests, source.items, origin)
-    return Plan(request, source, meaning, store, header, existing, manifests, origin, copies, copies.missing())
+    copies = find_copies(store, manifests, source, origin)
+    return Plan(request, source, meaning, store, header, existing, manifests, started, origin, copies, copies.missing())
 
 
 def committed_manifests(store: Store, header: Header | None) -> dict[str, PartManifest]:

@@ -127,10 +127,11 @@ def build_live(store: Store, header: Header) -> tuple[bytes, bytes]:
 def _point_at(
     store: Store, parts: list[LoadedPart], header: Header, gone: set[str], expect: int | Collection[str] | None
 ) -> tuple[Snapshot, bool]:
-    index_file, ids_file = build_snapshot(without_superseded(parts), header, gone)
+    pointer = read_pointer(store)
+    attachments = read_snapshot(store, pointer.fingerprint)[0].attachments if pointer else ()
+    index_file, ids_file = build_snapshot(without_superseded(parts), header, gone, attachments)
     snapshot = parse_snapshot(index_file, "snapshot")
     _check_expected(snapshot, ids_file, expect)
-    pointer = read_pointer(store)
     ids_path, index_path = (layout.snapshot_path(snapshot.fingerprint, file) for file in ("ids", "index"))
     for path, data in ((ids_path, ids_file), (index_path, index_file)):
         if len(data) > tables.MAX_TABLE_NBYTES:

@@ -53,6 +53,10 @@ class Snapshot:
         samples, tokens, supervised_tokens, holes, shadowed, retracted, parts.
     content_digest
         Digest over the (id, content digest) pairs of the samples served.
+    complete
+        Whether every row of the parts is served, shadowed or retracted; false for a subset.
+    attachments
+        Entries of dataset-level files (rule SNAP-10).
     ids_nbytes, ids_digest
         The ids file.
     parts
@@ -71,6 +75,8 @@ class Snapshot:
     header: Header
     counts: Mapping[str, int]
     content_digest: str
+    complete: bool
+    attachments: tuple[Mapping[str, Any], ...]
     ids_nbytes: int
     ids_digest: str
     parts: tuple[PartRef, ...]
@@ -159,7 +165,7 @@ def parse_snapshot(data: bytes, where: str, fingerprint: str | None = None) -> S
         "tokens": int(n_tokens.sum(dtype=np.int64)),
         "supervised_tokens": int(n_supervised.sum(dtype=np.int64)),
     }
-    counts = document.get("counts")
+    counts, attached = document.get("counts"), document.get("attachments")
     if (
         not isinstance(counts, dict)
         or {**counts, **totals} != counts
@@ -172,6 +178,8 @@ def parse_snapshot(data: bytes, where: str, fingerprint: str | None = None) -> S
             header=parse_header(document["header"], f"{where}: header"),
             counts=dict(counts),
             content_digest=digests.check(document["content_digest"], where),
+            complete=_flag(document["complete"]),
+            attachments=tuple(attached) if isinstance(attached, list) else (),
             ids_nbytes=_size(document["ids"]["nbytes"]),
             ids_digest=digests.check(document["ids"]["digest"], where),
             parts=_part_refs(table, p, where),
@@ -183,6 +191,12 @@ def parse_snapshot(data: bytes, where: str, fingerprint: str | None = None) -> S
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _flag(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{value!r} is neither true nor false")
+    return value
 
 
 def _size(value: object) -> int:

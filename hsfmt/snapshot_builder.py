@@ -5,7 +5,7 @@ Spec: rules SNAP-2 to SNAP-6.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +43,12 @@ class _Rows:
     id_hash: UInt64
 
 
-def build_snapshot(parts: Sequence[LoadedPart], header: Header, retracted: Collection[str] = ()) -> tuple[bytes, bytes]:
+def build_snapshot(
+    parts: Sequence[LoadedPart],
+    header: Header,
+    retracted: Collection[str] = (),
+    attachments: Sequence[Mapping[str, Any]] = (),
+) -> tuple[bytes, bytes]:
     """Return (index file, ids file) of the snapshot over these parts (rules SNAP-2 to SNAP-6).
 
     Parameters
@@ -54,6 +59,8 @@ def build_snapshot(parts: Sequence[LoadedPart], header: Header, retracted: Colle
         The dataset's header.
     retracted
         Ids that are listed but not served.
+    attachments
+        Entries of dataset-level files, taken over from the snapshot before.
     """
     parts = sorted(parts, key=lambda part: part.manifest.part)
     rows = _gather(parts)
@@ -102,7 +109,8 @@ def build_snapshot(parts: Sequence[LoadedPart], header: Header, retracted: Colle
     }
     pairs = ((rows.ids[i], rows.content[i].tobytes()) for i in served)
     metadata = {
-        "attachments": [],
+        "attachments": [dict(entry) for entry in attachments],
+        "complete": True,
         "content_digest": digests.dataset_digest(pairs, len(served)),
         "counts": counts,
         "format": FORMAT,

@@ -6,7 +6,7 @@ Spec: rules COL-1, COL-2, COL-8 and DIG-4.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ml_dtypes
@@ -86,7 +86,7 @@ def parse_extras(declared: Mapping[str, Extra | Mapping[str, Any]] | None) -> di
         if extra.kind not in KINDS or not all(is_positive(n) for n in extra.shape):
             raise UsageError.at(where, expected=f"kind of {', '.join(KINDS)} and positive axes", got=repr(extra))
         dtype(extra.dtype, where)
-        result[name] = extra
+        result[name] = replace(extra, shape=tuple(extra.shape))
     return result
 
 

@@ -167,7 +167,9 @@ class SnapshotCheck:
                 self._error("snapshot_rows", member, expected, got, self._ids_at(places[wrong[:_SHOWN]]))
 
     def _report_selection(self) -> None:
-        """Report samples that are listed more or less than once (rule SNAP-4)."""
+        """Report samples listed more than once, or not at all in a snapshot that says it is complete (rule SNAP-4)."""
+        if not self._snapshot.complete:
+            self._n_unlisted = 0
         if self._n_unlisted or self._n_repeated:
             got = f"{self._n_unlisted} left out, {self._n_repeated} listed again"
             expected = "every sample of the parts once: served, shadowed or retracted"

@@ -208,6 +208,7 @@ CASES = (
          snapshot(lambda t: t.metadata["attachments"][0].update(name="../d2t.npy"))),
     Case("row-left-out", "two-parts", "SNAP-4", "verify", lambda f: choose_rows(f, [0, 1, 2])),
     Case("row-twice", "two-parts", "SNAP-4", "verify", lambda f: choose_rows(f, [0, 1, 2, 3, 0])),
+    Case("row-twice-in-subset", "two-parts", "SNAP-4", "verify", lambda f: choose_rows(f, [0, 0], complete=False)),
     Case("snapshot-bit-flipped", "two-parts", "SNAP-1", "open", file("*/index.safetensors", flip(-1))),
     Case("snapshot-truncated", "two-parts", "SNAP-1", "open", file("*/index.safetensors", lambda d: d[:-8])),
     Case("counts-of-snapshot", "two-parts", "SNAP-6", "open",

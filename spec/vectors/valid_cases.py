@@ -260,7 +260,14 @@ def other_order(root: Path) -> str:
     return "A snapshot in another order than a seal makes"
 
 
-def choose_rows(folder: Folder, numbers: list[int]) -> None:
+def subset(root: Path) -> str:
+    two_parts(root)
+    folder = Folder(root)
+    choose_rows(folder, [2, 0], complete=False)
+    return "A snapshot that serves two of four samples and says that it is not complete"
+
+
+def choose_rows(folder: Folder, numbers: list[int], *, complete: bool = True) -> None:
     """Let the snapshot serve these of its samples, in this order; counts, ids and digests are made good."""
     table = folder.snapshot_index()
     for name in ("n_tokens", "n_supervised", "part", "row", "id_hash"):
@@ -271,6 +278,7 @@ def choose_rows(folder: Folder, numbers: list[int]) -> None:
         "tokens": int(table.tensors["n_tokens"].sum()),
     }
     table.metadata["counts"] |= counts
+    table.metadata["complete"] = complete
     folder.put_snapshot_index(table)
     folder.make_ids_good()
     pointer = folder.json("hsfmt/manifest.json")
@@ -324,7 +332,7 @@ def _unhide(folder: Folder, part: str) -> None:
 CASES: tuple[Callable[[Path], str], ...] = (
     minimal, two_parts, zstd, float16, float32, float8, extras, many_shards, all_bfloat16_patterns,
     shadowed_and_retracted, superseded, holes_only, unsealed, uncommitted, unknown_members, newer_writers_only,
-    int64_ids, attachment, other_order,
+    int64_ids, attachment, other_order, subset,
 )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ def values(name, shape, seed=0):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_dtype_and_kind(url, open_writer, dtype):
     extras = {
-        "a_token": Extra("token", dtype),
+        "a_token": Extra("token", dtype, []),
         "b_sample": {"kind": "sample", "dtype": dtype, "shape": (2, 3)},
         "c_ragged": {"kind": "ragged", "dtype": dtype, "shape": [5]},
         "d_scalar": {"kind": "sample", "dtype": dtype},

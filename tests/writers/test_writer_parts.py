@@ -294,3 +294,23 @@ def test_seal_returns_what_it_made(url, open_writer):
     assert (first.changed, first.rounds, first.snapshot.n_samples) == (True, 1, 1)
     again = seal(url)
     assert (again.changed, again.snapshot.fingerprint) == (False, first.snapshot.fingerprint)
+
+
+def test_leftovers_of_a_crashed_run_are_replaced_unread(url, open_writer):
+    """A truncated shard, index and zarr.json of the same part name, as a kill leaves them where names are fixed."""
+    open_writer().close()
+    for path in (
+        "parts/p/zarr.json",
+        "parts/p/hidden_states/zarr.json",
+        "parts/p/hidden_states/c/0/0/0",
+        "parts/p/input_ids/c/0",
+        "parts/p/loss_mask/c/0.0123456789abcdef.tmp",
+        "hsfmt/index/p.safetensors",
+    ):
+        (Path(url) / path).parent.mkdir(parents=True, exist_ok=True)
+        (Path(url) / path).write_bytes(b"half")
+    with open_writer(part_names=lambda: "p", seal=True) as writer:
+        assert list(writer.committed_ids()) == []
+        write(writer, "a")
+    assert list(oracles.read_samples(url)) == ["a"]
+    assert served(url) == ["a"]
