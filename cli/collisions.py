@@ -6,10 +6,9 @@ other is compared by content.
 
 from __future__ import annotations
 
-import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
@@ -49,7 +48,7 @@ class Origin:
     folder: str
     kind: str
     options: Mapping[str, Any]
-    host: str = field(default_factory=platform.node)
+    host: str
 
     def reads_as(self, producer: Mapping[str, Any]) -> bool:
         """Say whether a part was made on this host, and of files that were read in this way."""
@@ -102,8 +101,10 @@ class Copies:
         return order
 
 
-def find_copies(store: Store, manifests: Mapping[str, PartManifest], source: Source, origin: Origin) -> Copies:
-    """Look for the items' ids in all committed parts; one index is in memory at a time.
+def find_copies(
+    store: Store, manifests: Mapping[str, PartManifest], source: Source, origin: Origin, numbers: Iterable[int]
+) -> Copies:
+    """Look for the ids of some items in all committed parts; one index is in memory at a time.
 
     Raises
     ------
@@ -111,9 +112,9 @@ def find_copies(store: Store, manifests: Mapping[str, PartManifest], source: Sou
         A part's index can't be read, or is not the one that was committed.
     """
     items, n = source.items, len(source.items)
-    numbers: dict[str, list[int]] = {}
-    for number, item in enumerate(items):
-        numbers.setdefault(item.sample_id, []).append(number)
+    wanted: dict[str, list[int]] = {}
+    for number in numbers:
+        wanted.setdefault(items[number].sample_id, []).append(number)
     flags = (np.zeros(n, np.bool_) for _ in range(3))
     copies = Copies(_in_order(manifests), np.full(n, -1, np.int32), np.zeros(n, np.int32), *flags)
     content = np.zeros((n, 16), np.uint8)
@@ -123,7 +124,7 @@ def find_copies(store: Store, manifests: Mapping[str, PartManifest], source: Sou
         alike = origin.reads_as(manifest.producer)
         since = _started(manifest.producer)
         for row in range(index.n_samples):
-            found = numbers.get(index.sample_id(row), ())
+            found = wanted.get(index.sample_id(row), ())
             metadata = index.metadata(row) if found and alike else {}
             for number in found:
                 own = alike and origin.is_of(items[number], manifest.producer, metadata)

@@ -49,17 +49,14 @@ def run(plan: Plan, *, show_progress: bool) -> Report:
         return report
     started = time.monotonic()
     try:
-        _compare(plan, plan.copies, plan.copies.elsewhere(), report, shown=show_progress)
+        _compare(plan, plan.copies, report, shown=show_progress)
         # One after the other: a conflict that ends the run shows before anything is written.
         if report.tally.error is None:
             _run(plan, plan.pending, "converting", partial(convert_slice, _task(plan)), report, shown=show_progress)
         if report.tally.already:
             manifests = committed_manifests(plan.store, find_dataset(plan.store, plan.header))
-            copies, already = (
-                find_copies(plan.store, manifests, plan.source, plan.origin),
-                {*report.tally.already},
-            )
-            _compare(plan, copies, [n for n in copies.elsewhere() if n in already], report, shown=show_progress)
+            copies = find_copies(plan.store, manifests, plan.source, plan.origin, report.tally.already)
+            _compare(plan, copies, report, shown=show_progress)
         report.error = report.tally.error
     except (HsfmtError, OSError, KeyboardInterrupt) as error:
         report.error = error
@@ -80,9 +77,9 @@ def _run(plan: Plan, numbers: list[int], label: str, work: Work, report: Report,
             report.tally.add(tally)
 
 
-def _compare(plan: Plan, copies: Copies, numbers: list[int], report: Report, *, shown: bool) -> None:
+def _compare(plan: Plan, copies: Copies, report: Report, *, shown: bool) -> None:
     label = "comparing with samples that came from another place"
-    _run(plan, numbers, label, partial(compare_slice, _comparison(plan, copies)), report, shown=shown)
+    _run(plan, copies.elsewhere(), label, partial(compare_slice, _comparison(plan, copies)), report, shown=shown)
 
 
 def _comparison(plan: Plan, copies: Copies) -> Comparison:
@@ -151,6 +148,7 @@ def _task(plan: Plan) -> Task:
     producer = {
         **meaning.producer,
         "command": list(request.command),
+        "host": plan.origin.host,
         "options": {
             **plan.origin.options,
             "id_prefix": request.id_prefix,
@@ -209,7 +207,7 @@ def _settle(plan: Plan, report: Report) -> None:
     """Say of each item what became of it by what is committed now, not by what the slices believe."""
     tally = report.tally
     manifests = committed_manifests(plan.store, find_dataset(plan.store, plan.header))
-    copies = find_copies(plan.store, manifests, plan.source, plan.origin)
+    copies = find_copies(plan.store, manifests, plan.source, plan.origin, plan.pending)
     holes, same = _holes(manifests), set(tally.same)
     fresh = [manifest for part, manifest in manifests.items() if part not in plan.manifests]
     report.n_parts, report.stored_nbytes = len(fresh), sum(entry.nbytes for part in fresh for entry in part.files)
@@ -224,16 +222,17 @@ def _settle(plan: Plan, report: Report) -> None:
             outcome = "failed"
         elif number in same:
             outcome = "skipped"
-        elif plan.copies.part[number] < 0 and copies.own[number]:
+        elif copies.own[number]:
             outcome = "sample"
-        elif sample_id in holes and copies.part[number] < 0:
+        elif number in tally.holes or (plan.copies.part[number] < 0 and copies.part[number] < 0 and sample_id in holes):
+            # Another writer may have filled the hole meanwhile, of which this file knows nothing.
             outcome = "hole"
-            report.reasons[number] = tally.holes.get(number, holes[sample_id])
+            report.reasons[number] = tally.holes.get(number) or holes[sample_id]
         report.outcomes[number] = outcome
     if report.error is None:
         counts = report.counts()
         assert (counts["not_reached"], counts["failed"]) == (0, len(tally.conflicts)), counts
-        # Another writer may have filled a hole of ours meanwhile, but nobody takes a sample away.
+        # Nobody takes a sample away.
         assert counts["sample"] + counts["failed"] >= tally.samples, (counts, tally)
         if tally.conflicts:
             report.error = SourceError(tally.conflicts[n] for n in sorted(tally.conflicts)[:_SHOWN_CONFLICTS])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -132,8 +133,8 @@ def make_plan(request: Request) -> Plan:
             remedy="leave --no-resume out to add what is missing, or choose another destination",
         )
     manifests = committed_manifests(store, existing)
-    origin = Origin(str(Path(request.src).resolve()), source.name, _reading(request))
-    copies = find_copies(store, manifests, source, origin)
+    origin = Origin(str(Path(request.src).resolve()), source.name, _reading(request), platform.node())
+    copies = find_copies(store, manifests, source, origin, range(len(source.items)))
     return Plan(request, source, meaning, store, header, existing, manifests, started, origin, copies, copies.missing())
 
 

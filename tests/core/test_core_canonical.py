@@ -53,7 +53,7 @@ def test_the_bytes():
         {"\udfff": 1},
         {"a": {1, 2}},
         {"a": b"x"},
-        object(),
+        ...,
     ],
     ids=repr,
 )
