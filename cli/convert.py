@@ -110,11 +110,14 @@ def _print(report: Report, *, as_json: bool) -> None:
         show(report.error)
         counts = report.counts()
         n = counts["sample"] + counts["skipped"]
-        if counts["failed"] or counts["not_reached"]:
-            kept = f"{units.counted(n, 'sample')} committed, and kept; not sealed" if n else "nothing was committed"
+        if report.tally.conflicts:
             # The same command would meet the same conflicts.
-            then = "" if report.tally.conflicts else " Run the same command again to go on."
-            click.echo(f"{kept}.{then}", err=True)
+            n = counts["sample"]
+            kept = f"{units.counted(n, 'sample')} committed beside what was there" if n else "nothing was committed"
+            click.echo(f"{kept}; not sealed.", err=True)
+        elif counts["failed"] or counts["not_reached"]:
+            kept = f"{units.counted(n, 'sample')} committed, and kept; not sealed" if n else "nothing was committed"
+            click.echo(f"{kept}. Run the same command again to go on.", err=True)
 
 
 def _exit_code(report: Report) -> int:

@@ -102,6 +102,7 @@ def test_text_of_a_conflict(hsfmt, ranks, tmp_path):
     assert "error: r_0.safetensors: expected the committed sample 'r_0'" in result.stderr
     assert "--id-prefix rank1/" in result.stderr
     assert "Run the same command again" not in result.stderr, "it would meet the same conflict"
+    assert "nothing was committed; not sealed" in result.stderr
     assert "  conflicts:\n    r_0.safetensors: " in result.stdout
 
 

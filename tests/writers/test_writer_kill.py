@@ -31,7 +31,7 @@ def test_killed_at_fifty_random_moments(repo_root, tmp_path):
 
 
 def test_killed_before_every_few_calls(repo_root, tmp_path):
-    """Each seventh write, rename, link, unlink, open and close of a small job, one run for each."""
-    result = torture(repo_root, "calls", tmp_path, 7)
+    """Each eleventh write, rename, link, unlink, open and close of a small job, one run for each."""
+    result = torture(repo_root, "calls", tmp_path, 11)
     assert result["calls"] > 60
     assert len(result["parts"]) > 2, "before, between and after the commits"
