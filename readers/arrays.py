@@ -17,6 +17,7 @@ import numpy.typing as npt
 import zarr
 
 from hsfmt import zarr_dtypes
+from hsfmt.errors import HsfmtError
 from hsfmt.header import Header
 from hsfmt.layout import column_folder
 from hsfmt.readers.part_cache import OpenPart
@@ -215,7 +216,7 @@ class ConcatenatedColumn:
     def _rows(self, start: int, stop: int, planes: slice = slice(None)) -> Array:
         selection = () if self.ndim == 1 else (planes,)
         pieces = [
-            np.asarray(array[(slice(max(start - first, 0), min(stop, end) - first), *selection)])
+            _read(array, (slice(max(start - first, 0), min(stop, end) - first), *selection))
             for array, first, end in self._spans()
             if max(start, first) < min(stop, end)
         ]
@@ -227,6 +228,19 @@ class ConcatenatedColumn:
     def _spans(self) -> Iterator[tuple[zarr.Array[Any], int, int]]:
         bounds = self.offsets.tolist()
         return zip(self.arrays, bounds[:-1], bounds[1:], strict=True)
+
+
+def _read(array: zarr.Array[Any], selection: tuple[slice, ...]) -> Array:
+    try:
+        return np.asarray(array[selection])
+    except ExceptionGroup as group:
+        # zarr-python 3.4 reads chunks in a task group, which wraps what the store raises.
+        ours: Exception | None = group.subgroup(HsfmtError)
+        while isinstance(ours, ExceptionGroup):
+            ours = ours.exceptions[0]
+        if ours is None:
+            raise
+        raise ours from group
 
 
 def _open_array(store: VerifyingStore, part: OpenPart, name: str) -> zarr.Array[Any]:

@@ -6,7 +6,9 @@ Spec: rules WRITE-1 and WRITE-6.
 from __future__ import annotations
 
 import logging
+import os
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -26,6 +28,21 @@ _MAX_TABLE_NBYTES = 256 << 20
 _MAX_WAITING = 2
 
 _Packed = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]
+
+
+class _AtRisk:
+    """The open part of a writer that may never be closed."""
+
+    def __init__(self, url: str) -> None:
+        self.part: PartWriter | None = None
+        self._url = url
+        self._pid = os.getpid()
+
+    def report(self) -> None:
+        """Say what is lost, if anything is; not in a forked child, whose copy is not the writer."""
+        if self.part is not None and self.part.n_samples and os.getpid() == self._pid:
+            text = "%s: the writer was never closed: %d accepted samples are lost (use `with DatasetWriter(...)`)"
+            _log.warning(text, self._url, self.part.n_samples)
 
 
 class PartSequence:
@@ -61,6 +78,9 @@ class PartSequence:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="hsfmt-commit")
         self._waiting: list[Future[None]] = []
         self._durable: list[_Packed] = []
+        # At exit too: a writer that nobody closes must not lose what it accepted without a word.
+        self._at_risk = _AtRisk(store.url)
+        self._reminder = weakref.finalize(self, self._at_risk.report)
 
     def open(self) -> PartWriter:
         """Return the open part, beginning one if there is none.
@@ -75,7 +95,7 @@ class PartSequence:
             if self._store.size(layout.manifest_path(name)) is not None:
                 # Its files would be replaced in place before the manifest could be refused.
                 raise UsageError.at("part_names", expected="a new part name", got=f"{name}, which is committed")
-            self._open = PartWriter(self._store, name, self._settings, self._pipeline)
+            self._open = self._at_risk.part = PartWriter(self._store, name, self._settings, self._pipeline)
             if self._seconds is not None:
                 self._timer = threading.Timer(self._seconds, self._end_by_age, [self._open])
                 self._timer.daemon = True
@@ -84,7 +104,7 @@ class PartSequence:
 
     def end(self) -> None:
         """Hand the open part to the committing thread, so that writing goes on with the next one."""
-        part, self._open = self._open, None
+        part, self._open, self._at_risk.part = self._open, None, None
         self._stop_timer()
         if part is not None and (part.n_samples or part.holes):
             self._waiting.append(self._executor.submit(self._commit, part))
@@ -116,13 +136,14 @@ class PartSequence:
 
     def abort(self) -> None:
         """Commit nothing of the open part."""
-        part, self._open = self._open, None
+        part, self._open, self._at_risk.part = self._open, None, None
         if part is not None:
             part.abort()
 
     def close(self) -> None:
         """End the threads once they are idle; log the failures that nobody has been told of."""
         self._stop_timer()
+        self._reminder.detach()
         self._executor.shutdown(wait=True)
         for future in self._waiting:
             if (error := future.exception()) is not None:

@@ -217,7 +217,9 @@ class PartWriter:
             raise FormatError.at(where, expected=f"at most {MAX_TABLE_NBYTES} bytes", got=f"{len(index)}")
         for path, data in (*implied_documents(self.part, columns).items(), (layout.index_path(self.part), index)):
             self._written.append(path)
-            self._store.write(path, data)
+            with self._store.open_object(path) as file:
+                file.write(data)
+                file.commit()
             files.append(FileEntry(path, len(data), digests.digest(data)))
         self._store.sync(sorted({entry.path.rpartition("/")[0] for entry in files}))
         return self._manifest(columns, files, replaces)

@@ -197,7 +197,7 @@ def patterns(value: Any, element: DType, where: str) -> Array:
     """
     if _is_tensor(value):
         return _tensor_patterns(value, element, where)
-    array = np.asarray(value)
+    array = _unmasked(value, where)
     name = array.dtype.name
     if name == element.name:
         if name in ("bfloat16", "float8_e4m3fn"):
@@ -250,9 +250,16 @@ def _states(value: Any, header: Header, n_tokens: int, where: str) -> tuple[Sequ
     return [array[:, i] for i in range(header.n_layers)], dense
 
 
-def _to_numpy(value: Any) -> Array:
+def _unmasked(value: Any, where: str) -> Array:
+    if isinstance(value, np.ma.MaskedArray):
+        remedy = "fill it (.filled(...)): what lies below the mask would be stored"
+        raise SampleError.at(where, expected="a plain array", got="a masked array", remedy=remedy)
+    return np.asarray(value)
+
+
+def _to_numpy(value: Any, where: str) -> Array:
     if not _is_tensor(value):
-        return np.asarray(value)
+        return _unmasked(value, where)
     tensor = value.detach().cpu()
     try:
         return np.asarray(tensor.numpy())
@@ -261,7 +268,7 @@ def _to_numpy(value: Any) -> Array:
 
 
 def _integers(value: Any, where: str) -> npt.NDArray[np.int64]:
-    array = _to_numpy(value)
+    array = _to_numpy(value, where)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise SampleError.at(where, expected="integers [token]", got=f"{array.dtype} {array.shape}")
     limit = 2**31
@@ -273,7 +280,7 @@ def _integers(value: Any, where: str) -> npt.NDArray[np.int64]:
 def _mask(value: Any, n_tokens: int, where: str) -> npt.NDArray[np.uint8]:
     if value is None:
         return np.ones(n_tokens, np.uint8)
-    array = _to_numpy(value)
+    array = _to_numpy(value, where)
     if array.shape != (n_tokens,):
         raise SampleError.at(where, expected=f"[{n_tokens}], one for each input id", got=str(array.shape))
     if array.dtype.kind not in "biuf" or not np.isin(array, (0, 1)).all():
