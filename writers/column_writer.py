@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -47,6 +47,8 @@ class ColumnPlan:
         Shape of a row: (layer, hidden) for `hidden_states`.
     chunk_rows, shard_rows
         Rows of a chunk; most rows of a shard.
+    may_shrink
+        Whether a column that fits in one chunk gets a chunk of just its rows, without padding.
     """
 
     name: str
@@ -56,6 +58,7 @@ class ColumnPlan:
     codec: str
     chunk_rows: int
     shard_rows: int
+    may_shrink: bool = True
 
     @property
     def n_planes(self) -> int:
@@ -104,7 +107,7 @@ def plan_column(
     shard_rows = max_shard_rows(chunk_rows, row_nbytes)
     if grid.shard_tokens is not None:
         shard_rows = min(shard_rows, chunk_rows * max(1, grid.shard_tokens // chunk_rows))
-    plan = ColumnPlan(name, kind, dtype_name, row_shape, codec, chunk_rows, shard_rows)
+    plan = ColumnPlan(name, kind, dtype_name, row_shape, codec, chunk_rows, shard_rows, grid.chunk_tokens is None)
     parse_column(name, plan.column(1).to_json(), f"column {name}")
     return plan
 
@@ -153,10 +156,13 @@ class ColumnWriter:
                 self._flush()
 
     def flush(self) -> None:
-        """Hand over the last, partly filled chunk row, padded with zeros."""
-        if self._buffer is not None and self._filled:
-            self._buffer[:, self._filled :] = 0
-            self._flush()
+        """Hand over the last chunk row: padded with zeros, or as it is if the whole column fits in it."""
+        if self._buffer is None or not self._filled:
+            return
+        if self.plan.may_shrink and self._filled == self.n_rows:
+            self.plan = replace(self.plan, chunk_rows=self._filled, shard_rows=self._filled)
+        self._buffer[:, self._filled :] = 0
+        self._flush()
 
     def finish(self) -> tuple[Column, npt.NDArray[np.uint64]]:
         """Close the last shard and return (column, chunk table uint64 [chunk, 3]); the output thread has ended."""
@@ -177,7 +183,8 @@ class ColumnWriter:
         buffer, self._buffer, self._filled = self._buffer, None, 0
         assert buffer is not None
         self._pipeline.budget.acquire(buffer.nbytes)
-        futures = [self._pipeline.encode(self.plan.codec, chunk) for chunk in buffer]
+        rows = self.plan.chunk_rows
+        futures = [self._pipeline.encode(self.plan.codec, plane[:rows]) for plane in buffer]
         self._output.submit(lambda: self._write(futures), lambda: self._give_back(buffer, futures))
 
     def _give_back(self, buffer: Array, futures: list[Future[Encoded]]) -> None:

@@ -138,6 +138,8 @@ class PartSequence:
         """Commit nothing of the open part."""
         part, self._open, self._at_risk.part = self._open, None, None
         if part is not None:
+            if part.n_samples:
+                _log.warning("%s: %d accepted samples were not committed", self._store.url, part.n_samples)
             part.abort()
 
     def close(self) -> None:

@@ -84,11 +84,14 @@ def test_the_manifest_is_the_last_object(remote, states, monkeypatch):
 
 def test_an_upload_that_fails_commits_nothing_and_can_be_run_again(remote, states, monkeypatch):
     with monkeypatch.context() as patch:
+        open_object = RemoteStore.open_object
 
-        def refuse(self, path, data):
-            raise StorageError.at(path, expected="the storage to work", got="403")
+        def refuse(self, path):
+            if path.startswith("hsfmt/index/"):
+                raise StorageError.at(path, expected="the storage to work", got="403")
+            return open_object(self, path)
 
-        patch.setattr(RemoteStore, "write", refuse)
+        patch.setattr(RemoteStore, "open_object", refuse)
         with pytest.raises(StorageError, match="403"), writer_of(remote) as writer:
             fill(writer, states)
     store = open_store(remote)

@@ -103,7 +103,7 @@ def test_the_defaults_of_small_and_large_parts(url):
     (part,) = oracles.loaded_parts(url)
     states = part.manifest.columns["hidden_states"]
     assert isinstance(states, Column)
-    assert (states.chunk_shape, states.shard_shape) == ((256, 1, 7168), (256, 1, 7168))
+    assert (states.chunk_shape, states.shard_shape) == ((3, 1, 7168), (3, 1, 7168))
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,13 @@ def test_what_is_lost_at_exit_is_said(run_python, repo_root, tmp_path):
     assert re.search(r"never closed: 2 accepted samples are lost", said)
 
 
-@pytest.mark.parametrize("end", ["writer.close()", "writer.commit()", "writer.abort()"])
+@pytest.mark.parametrize("end", ["writer.abort()", "writer.__exit__(ValueError, ValueError(), None)"])
+def test_what_an_exception_discards_is_said(run_python, repo_root, tmp_path, end):
+    said = run_python(SCRIPT.format(end=end), str(tmp_path / "d"), path=repo_root)
+    assert re.search(r"2 accepted samples were not committed\n$", said)
+
+
+@pytest.mark.parametrize("end", ["writer.close()", "writer.commit()"])
 def test_nothing_is_said_when_nothing_is_lost_unasked(run_python, repo_root, tmp_path, end):
     assert run_python(SCRIPT.format(end=end), str(tmp_path / "d"), path=repo_root) == ""
 
