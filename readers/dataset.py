@@ -89,8 +89,11 @@ class HiddenStateDataset:
     ) -> None:
         if view not in VIEWS:
             raise UsageError.at("view", expected=f"one of {', '.join(VIEWS)}", got=repr(view)[:60])
-        if max_length is not None and max_length < 1:
-            raise UsageError.at("max_length", expected="at least 1 token, or None", got=str(max_length))
+        for name, value in (("max_length", max_length), ("n_threads", n_threads)):
+            if value is not None and (type(value) is not int or value < 1):
+                raise UsageError.at(name, expected="an integer from 1 on, or None", got=repr(value)[:60])
+        if isinstance(layers, int):
+            raise UsageError.at("layers", expected="a list of HF ids", got=repr(layers), remedy=f"say [{layers}]")
         self.view = view
         self.max_length = max_length
         self._layers = None if layers is None else tuple(int(layer) for layer in layers)

@@ -151,6 +151,9 @@ def check_trainable(header: Header, layers: Sequence[int] | None, allow_final_no
     if last != header.layers[-1]:
         expected = f"the final layer {header.layers[-1]} among the layers: it is verifier_last_hidden_states"
         raise UsageError.at("layers", expected=expected, got=f"{list(layers or ())}")
+    if len(header.layers if layers is None else layers) < 2:
+        expected = "at least one auxiliary layer beside the final one"
+        raise UsageError.at('view="speculators"', expected=expected, got=f"layer {last} alone")
     if header.final_norm in ("pre", allow_final_norm):
         return
     expected = "a final state before the final norm, which speculators >= 0.4 applies itself"

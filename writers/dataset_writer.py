@@ -42,6 +42,10 @@ class DatasetWriter:
     Any number of writers, processes and hosts may write to one dataset at once, without a lock: each makes parts of
     its own. One writer is used from one process; its methods may be called from several threads.
 
+    As a context manager it closes (commits and seals) at the end of the block. When the block raises, nothing of the
+    open part is committed and what is discarded is logged; what `commit()` returned before, and parts that ended by
+    size or age, stay.
+
     Parameters
     ----------
     url

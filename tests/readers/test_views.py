@@ -284,3 +284,18 @@ def test_a_broken_sample_raises_and_nothing_takes_its_place(write):
     assert len(broken) == 1
     with pytest.raises(CorruptionError):
         dataset.__getitems__(range(4))
+
+
+def test_a_view_without_auxiliary_layers_is_refused(write):
+    written = write()
+    last = HiddenStateDataset(written.url).header.layers[-1]
+    with pytest.raises(UsageError, match="at least one auxiliary layer"):
+        HiddenStateDataset(written.url, view="speculators", layers=[last], allow_final_norm="unknown")
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"layers": 5}, {"max_length": 0}, {"max_length": 1.5}, {"n_threads": 0}, {"n_threads": -3}]
+)
+def test_arguments_of_another_kind_are_refused(write, arguments):
+    with pytest.raises(UsageError, match=next(iter(arguments))):
+        HiddenStateDataset(write().url, **arguments)
