@@ -33,6 +33,7 @@ venv: .venv/.installed
 
 .venv/.installed: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo 'make: no Python >= 3.11 with venv and pip found; name one: make PYTHON=/path/to/python' >&2; exit 1; }
+	@echo 'installing the environment into .venv: a minute or two, about 1.4 GB'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m $(INSTALL) setuptools
 	$(BIN)/python -m $(INSTALL) --no-build-isolation --editable '.[dev]'

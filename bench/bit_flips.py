@@ -99,7 +99,7 @@ def main() -> None:
                 path.write_bytes(contents[path])
         print(
             f"{name:48} "
-            + " ".join(f"{count / flips:{width}.1%}" for count, width in zip(counts.values(), (8, 9, 9), strict=True))
+            + " ".join(f"{count / flips:{width}.2%}" for count, width in zip(counts.values(), (8, 9, 9), strict=True))
         )
 
 

@@ -16,9 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from hsfmt.catalog import load_index, load_manifest, without_superseded
-from hsfmt.cli.slices import Board, Tally, naming, reason_of, until_told
+from hsfmt.cli.boards import Board, until_told
+from hsfmt.cli.slices import BAD_FILE, FIX, Tally, naming, reason_of
 from hsfmt.digests import from_raw
-from hsfmt.errors import FormatError, Problem, SampleError, SourceError
+from hsfmt.errors import Problem, SourceError
 from hsfmt.header import Header
 from hsfmt.index import PartIndex
 from hsfmt.manifest import PartManifest
@@ -212,12 +213,12 @@ def compare_slice(task: Comparison, numbers: Sequence[int], board: Board) -> Tal
             problem = _difference(task, item, task.source.load(item), part, row)
         except AbsentSampleError:
             problem = None  # the source has no sample that could be lost
-        except (SourceError, SampleError, FormatError) as error:
+        except BAD_FILE as error:
             if task.on_bad == "raise":
                 tally.failed, tally.error = number, naming(error, item)
                 break
             expected = f"a sample to compare with {part.describe(row)}"
-            problem = Problem(item.key, expected, f"none: {reason_of(error)}", samples=(item.sample_id,))
+            problem = Problem(item.key, expected, f"none: {reason_of(error)}", FIX, (item.sample_id,))
         if problem is None:
             tally.same.append(number)
         else:

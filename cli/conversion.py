@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from functools import partial
 from pathlib import PurePath
 
@@ -13,10 +14,12 @@ from hsfmt.catalog import find_dataset
 from hsfmt.cli import units
 from hsfmt.cli.collisions import Comparison, Copies, clash, compare_slice, find_copies
 from hsfmt.cli.conversion_plan import Plan, committed_manifests
-from hsfmt.cli.conversion_report import Report
+from hsfmt.cli.conversion_report import Report, Written
 from hsfmt.cli.estimate import estimate
 from hsfmt.cli.progress import open_progress
-from hsfmt.cli.slices import Task, Work, convert_slice, run_slices
+from hsfmt.cli.slices import Task, convert_slice
+from hsfmt.cli.worker_pool import Work, run_slices
+from hsfmt.columns import STATES
 from hsfmt.errors import ExpectationError, HsfmtError, SourceError, StorageError
 from hsfmt.header import Header
 from hsfmt.idset import CommittedIds
@@ -24,7 +27,8 @@ from hsfmt.manifest import PartManifest
 from hsfmt.sealing import seal
 from hsfmt.storage import Store
 
-_SHOWN_CONFLICTS = 20
+# Below either a further worker takes longer to start than it saves.
+_WORKER_ITEMS, _WORKER_NBYTES = 8, 64 << 20
 
 
 def run(plan: Plan, *, show_progress: bool) -> Report:
@@ -52,7 +56,8 @@ def run(plan: Plan, *, show_progress: bool) -> Report:
         _compare(plan, plan.copies, report, shown=show_progress)
         # One after the other: a conflict that ends the run shows before anything is written.
         if report.tally.error is None:
-            _run(plan, plan.pending, "converting", partial(convert_slice, _task(plan)), report, shown=show_progress)
+            task = _task(plan, report.workers)
+            _run(plan, plan.pending, "converting", partial(convert_slice, task), report, shown=show_progress)
         if report.tally.already:
             manifests = committed_manifests(plan.store, find_dataset(plan.store, plan.header))
             copies = find_copies(plan.store, manifests, plan.source, plan.origin, report.tally.already)
@@ -71,10 +76,23 @@ def run(plan: Plan, *, show_progress: bool) -> Report:
 def _run(plan: Plan, numbers: list[int], label: str, work: Work, report: Report, *, shown: bool) -> None:
     if not numbers:
         return
-    total = sum(plan.source.items[n].nbytes for n in numbers)
+    workers, total = _workers(plan, numbers), _nbytes(plan, numbers)
+    slices = _slices(plan, numbers, total, workers)
     with open_progress(label, total, shown=shown) as progress:
-        for tally in run_slices(work, _slices(plan, numbers, total), plan.request.workers, progress):
-            report.tally.add(tally)
+        # Closed here: the workers have to end before what they committed is counted, wherever an interruption strikes.
+        with closing(run_slices(work, slices, workers, progress)) as tallies:
+            for tally in tallies:
+                report.tally.add(tally)
+
+
+def _nbytes(plan: Plan, numbers: list[int]) -> int:
+    return sum(plan.source.items[n].nbytes for n in numbers)
+
+
+def _workers(plan: Plan, numbers: list[int]) -> int:
+    """Return how many of the workers asked for are worth their start."""
+    worthwhile = max(-(-len(numbers) // _WORKER_ITEMS), -(-_nbytes(plan, numbers) // _WORKER_NBYTES))
+    return max(1, min(plan.request.workers, worthwhile, len(numbers)))
 
 
 def _compare(plan: Plan, copies: Copies, report: Report, *, shown: bool) -> None:
@@ -124,6 +142,8 @@ def _fresh_report(plan: Plan) -> Report:
         reasons=reasons,
         estimate=estimate(plan.source, plan.pending, plan.meaning, plan.request.codec, plan.store),
         warnings=list(plan.source.notes),
+        workers=_workers(plan, plan.pending),
+        workers_asked=plan.request.workers,
     )
     bad = [n for n in plan.pending if outcomes[n] == "failed"]
     if bad:
@@ -143,8 +163,9 @@ def _fresh_report(plan: Plan) -> Report:
     return report
 
 
-def _task(plan: Plan) -> Task:
+def _task(plan: Plan, workers: int) -> Task:
     request, header, meaning = plan.request, plan.header, plan.meaning
+    nonfinite = request.nonfinite or request.on_bad
     producer = {
         **meaning.producer,
         "command": list(request.command),
@@ -152,9 +173,10 @@ def _task(plan: Plan) -> Task:
         "options": {
             **plan.origin.options,
             "id_prefix": request.id_prefix,
+            "nonfinite": nonfinite,
             "on_bad": request.on_bad,
             "part_nbytes": request.part_nbytes,
-            "workers": request.workers,
+            "workers": workers,
         },
         "source": plan.origin.folder,
         "source_files": sum(len(item.paths) for item in plan.source.items),
@@ -164,7 +186,6 @@ def _task(plan: Plan) -> Task:
     }
     if meaning.model:
         producer["source_model"] = meaning.model
-    nonfinite = request.nonfinite or request.on_bad
     cores = os.cpu_count() or 1
     writer = {
         "layers": header.layers,
@@ -181,16 +202,16 @@ def _task(plan: Plan) -> Task:
         "on_duplicate": "skip",
         "nonfinite": "keep" if nonfinite == "keep" else "raise",
         "seal": False,
-        "threads": None if request.workers == 1 else max(1, min(8, cores // request.workers)),
+        "threads": None if workers == 1 else max(1, min(8, cores // workers)),
     }
-    return Task(plan.source, plan.store.url, writer, request.on_bad, nonfinite, _holes(plan.manifests))
+    return Task(plan.source, plan.store.url, header, writer, request.on_bad, nonfinite, _holes(plan.manifests))
 
 
-def _slices(plan: Plan, numbers: list[int], total: int) -> list[list[int]]:
+def _slices(plan: Plan, numbers: list[int], total: int, workers: int) -> list[list[int]]:
     """Cut the items into runs of about equal bytes, no larger than a part, at least one a worker."""
-    if plan.request.workers == 1:
+    if workers == 1:
         return [numbers]
-    target = min(plan.request.part_nbytes, max(1, -(-total // plan.request.workers)))
+    target = min(plan.request.part_nbytes, max(1, -(-total // workers)))
     slices: list[list[int]] = [[]]
     filled = 0
     for number in numbers:
@@ -209,8 +230,7 @@ def _settle(plan: Plan, report: Report) -> None:
     manifests = committed_manifests(plan.store, find_dataset(plan.store, plan.header))
     copies = find_copies(plan.store, manifests, plan.source, plan.origin, plan.pending)
     holes, same = _holes(manifests), set(tally.same)
-    fresh = [manifest for part, manifest in manifests.items() if part not in plan.manifests]
-    report.n_parts, report.stored_nbytes = len(fresh), sum(entry.nbytes for part in fresh for entry in part.files)
+    report.written = _written(plan, manifests)
     report.reasons.clear()
     for number in plan.pending:
         # Conversions that ran at once may both have written the id: readers get one of the two.
@@ -235,7 +255,23 @@ def _settle(plan: Plan, report: Report) -> None:
         # Nobody takes a sample away.
         assert counts["sample"] + counts["failed"] >= tally.samples, (counts, tally)
         if tally.conflicts:
-            report.error = SourceError(tally.conflicts[n] for n in sorted(tally.conflicts)[:_SHOWN_CONFLICTS])
+            report.error = SourceError(tally.conflicts[n] for n in sorted(tally.conflicts))
+
+
+def _written(plan: Plan, manifests: Mapping[str, PartManifest]) -> Written:
+    """Return what this run committed. Slices that were interrupted did not live to say it; their parts do."""
+    run = plan.origin.host, plan.started.isoformat(timespec="microseconds")
+    written = Written()
+    for part, manifest in manifests.items():
+        if part in plan.manifests or (manifest.producer.get("host"), manifest.producer.get("started")) != run:
+            continue
+        written.parts += 1
+        written.samples += manifest.counts.samples
+        written.tokens += manifest.counts.tokens
+        written.supervised_tokens += manifest.counts.supervised_tokens
+        written.raw_nbytes += sum(c.n_rows * c.row_nbytes for name, c in manifest.columns.items() if name == STATES)
+        written.stored_nbytes += sum(entry.nbytes for entry in manifest.files)
+    return written
 
 
 def _warn(report: Report) -> None:

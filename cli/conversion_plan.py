@@ -9,10 +9,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from hsfmt.catalog import committed_parts, find_dataset, load_manifest
+from hsfmt.catalog import committed_parts, find_dataset, load_manifest, read_header
 from hsfmt.cli import units
 from hsfmt.cli.collisions import Copies, Origin, find_copies
-from hsfmt.errors import SampleError, UsageError
+from hsfmt.errors import HeaderMismatchError, SampleError, UsageError
 from hsfmt.header import Header, make_header
 from hsfmt.manifest import PartManifest
 from hsfmt.readers.sources import (
@@ -124,7 +124,7 @@ def make_plan(request: Request) -> Plan:
         tokenizer=request.tokenizer,
         scaling=meaning.scaling,
     )
-    existing = find_dataset(store, header)
+    existing = _find_dataset(store, header)
     if existing is not None and not request.resume and committed_parts(store):
         raise UsageError.at(
             store.url,
@@ -141,6 +141,16 @@ def make_plan(request: Request) -> Plan:
 def committed_manifests(store: Store, header: Header | None) -> dict[str, PartManifest]:
     """Return the manifests of all committed parts; none where there is no dataset."""
     return {part: load_manifest(store, part, header) for part in committed_parts(store)} if header else {}
+
+
+def _find_dataset(store: Store, header: Header) -> Header | None:
+    try:
+        return find_dataset(store, header)
+    except HeaderMismatchError as error:
+        if any(manifest.counts.samples for manifest in committed_manifests(store, read_header(store)).values()):
+            raise
+        remedy = f"{store.url} holds no samples: remove it if this command is right, and run it again"
+        raise HeaderMismatchError(replace(problem, remedy=remedy) for problem in error.problems) from None
 
 
 def _check_apart(src: str, store: Store) -> None:

@@ -21,6 +21,18 @@ _SHOWN = 20
 
 
 @dataclass(slots=True)
+class Written:
+    """What a run committed: figures of its parts, bytes of the states (raw) and of the parts' files (stored)."""
+
+    parts: int = 0
+    samples: int = 0
+    tokens: int = 0
+    supervised_tokens: int = 0
+    raw_nbytes: int = 0
+    stored_nbytes: int = 0
+
+
+@dataclass(slots=True)
 class Report:
     """A conversion, planned or done.
 
@@ -35,13 +47,15 @@ class Report:
     reasons
         Item number to reason, of holes.
     tally
-        Figures of the samples written by this run.
+        What the slices say of their items; those that were interrupted say nothing.
+    written
+        What is committed of this run.
+    workers, workers_asked
+        Processes that converted, and those asked for.
     estimate
         What it was expected to take.
     warnings
         What the user should know.
-    n_parts, stored_nbytes
-        Parts that this run (or another one meanwhile) committed, and bytes of their files.
     snapshot
         The one sealed at the end, or None.
     error
@@ -59,8 +73,9 @@ class Report:
     warnings: list[str] = field(default_factory=list)
     snapshot: Snapshot | None = None
     error: BaseException | None = None
-    n_parts: int = 0
-    stored_nbytes: int = 0
+    written: Written = field(default_factory=Written)
+    workers: int = 1
+    workers_asked: int = 1
     seconds: float = 0.0
 
     def counts(self) -> dict[str, int]:
@@ -113,16 +128,12 @@ class Report:
             "strays": [asdict(stray) for stray in self.source.strays],
             "support": [asdict(support) for support in self.source.support],
             "warnings": self.warnings,
+            "workers": self.workers,
             "written": {
+                **asdict(self.written),
                 "all_one_masks": self.tally.all_one,
                 "all_zero_masks": self.tally.all_zero,
                 "masks": self.tally.masks,
-                "parts": self.n_parts,
-                "raw_nbytes": self.tally.nbytes,
-                "samples": self.tally.samples,
-                "stored_nbytes": self.stored_nbytes,
-                "supervised_tokens": self.tally.supervised,
-                "tokens": self.tally.tokens,
                 "without_supervised_tokens": self.tally.unsupervised,
             },
         }
@@ -143,13 +154,7 @@ class Report:
         ]
         if self.dry_run and self.estimate is not None:
             rows += _estimate_rows(self.estimate)
-        if not self.dry_run and self.tally.samples:
-            tally = self.tally
-            rate = units.nbytes(tally.nbytes / self.seconds) if self.seconds else "?"
-            rows.append(("tokens", f"{tally.tokens:,}, {tally.supervised:,} of them supervised"))
-            rows.append(("read", f"{units.nbytes(tally.nbytes)} of states in {units.seconds(self.seconds)}, {rate}/s"))
-        if not self.dry_run and self.n_parts:
-            rows.append(("stored", f"{units.nbytes(self.stored_nbytes)} in {units.counted(self.n_parts, 'part')}"))
+        rows += self._written_rows()
         if self.snapshot is not None:
             rows.append(
                 ("snapshot", f"{self.snapshot.fingerprint}, {units.counted(self.snapshot.n_samples, 'sample')}")
@@ -161,6 +166,20 @@ class Report:
         lines += _listed("conflicts", [(conflict["file"], conflict["reason"]) for conflict in self.conflicts()])
         lines += _listed("files not read", [(stray.path, stray.reason) for stray in self.source.strays])
         return "\n".join(lines)
+
+    def _written_rows(self) -> list[tuple[str, str]]:
+        rows, written = [], self.written
+        if written.samples:
+            rate = units.nbytes(written.raw_nbytes / self.seconds) if self.seconds else "?"
+            took = f"{units.nbytes(written.raw_nbytes)} of states in {units.seconds(self.seconds)}, {rate}/s"
+            rows.append(("tokens", f"{written.tokens:,}, {written.supervised_tokens:,} of them supervised"))
+            rows.append(("read", took))
+        if written.parts:
+            size = units.nbytes(written.stored_nbytes)
+            rows.append(("stored", f"{size} in {units.counted(written.parts, 'part')}"))
+        if self.workers < self.workers_asked:
+            rows.append(("workers", f"{self.workers:,} of {self.workers_asked:,}: the files are too few for more"))
+        return rows
 
     def _samples_text(self) -> str:
         words = {

@@ -11,7 +11,9 @@ from hsfmt.cli.conversion_plan import Request, make_plan
 from hsfmt.cli.conversion_report import Report
 from hsfmt.cli.failures import dumps, exit_code, show
 from hsfmt.cli.options import json_option, layer_ids, quiet_option, size, workers_option
+from hsfmt.cli.termination import sigterm_interrupts
 from hsfmt.codecs import CODECS
+from hsfmt.errors import SourceError
 from hsfmt.header import NORMS
 from hsfmt.readers.sources import SOURCE_NAMES, SourceOptions, parse_key_map
 
@@ -94,8 +96,9 @@ def command(
         model_config=model_config,
     )
     asked = Request(options=options, command=("hsfmt", *(ctx.find_root().obj or ())), **request)
-    report = conversion.run(make_plan(asked), show_progress=not (as_json or quiet))
-    _print(report, as_json=as_json)
+    with sigterm_interrupts():
+        report = conversion.run(make_plan(asked), show_progress=not (as_json or quiet))
+        _print(report, as_json=as_json)
     ctx.exit(_exit_code(report))
 
 
@@ -117,7 +120,13 @@ def _print(report: Report, *, as_json: bool) -> None:
             click.echo(f"{kept}; not sealed.", err=True)
         elif counts["failed"] or counts["not_reached"]:
             kept = f"{units.counted(n, 'sample')} committed, and kept; not sealed" if n else "nothing was committed"
-            click.echo(f"{kept}. Run the same command again to go on.", err=True)
+            # The same command would meet the same file.
+            advice = (
+                "A run after that goes on"
+                if isinstance(report.error, SourceError)
+                else "Run the same command again to go on"
+            )
+            click.echo(f"{kept}. {advice}.", err=True)
 
 
 def _exit_code(report: Report) -> int:

@@ -5,22 +5,25 @@ from __future__ import annotations
 import json
 import os
 import traceback
-from dataclasses import asdict
+from collections.abc import Iterable
+from dataclasses import asdict, replace
 from typing import Any
 
 import click
 
+from hsfmt.cli.termination import Terminated
 from hsfmt.errors import HsfmtError, Problem
 
-USAGE, STORAGE, INTERNAL, INTERRUPTED, BROKEN_PIPE = 2, 3, 70, 130, 141
+USAGE, STORAGE, INTERNAL, INTERRUPTED, BROKEN_PIPE, TERMINATED = 2, 3, 70, 130, 141, 143
+_SHOWN = 20
 _OPTIONAL = {"torch": "hsfmt[torch]", "pyarrow": "hsfmt[convert]", "safetensors": "hsfmt[convert]"}
 _TRACEBACK = "HSFMT_TRACEBACK"
 
 
 def exit_code(error: BaseException) -> int:
-    """Return the exit code of an error: 1 data, 2 usage, 3 storage, 70 a bug of ours, 130 interrupted."""
+    """Return the exit code of an error: 1 data, 2 usage, 3 storage, 70 a bug of ours, 130 or 143 interrupted."""
     if isinstance(error, click.Abort | KeyboardInterrupt):
-        return INTERRUPTED
+        return TERMINATED if _is_terminated(error) else INTERRUPTED
     if isinstance(error, HsfmtError | click.ClickException):
         return error.exit_code if isinstance(error, HsfmtError) else USAGE
     if isinstance(error, OSError):
@@ -33,7 +36,7 @@ def problems(error: BaseException) -> tuple[Problem, ...]:
     if isinstance(error, HsfmtError):
         return error.problems
     if isinstance(error, click.Abort | KeyboardInterrupt):
-        return (Problem("hsfmt", "to run to its end", "an interruption"),)
+        return (Problem("hsfmt", "to run to its end", "SIGTERM" if _is_terminated(error) else "an interruption"),)
     if isinstance(error, click.ClickException):
         return (Problem("command line", "arguments as --help describes them", error.format_message()),)
     if isinstance(error, OSError):
@@ -47,16 +50,31 @@ def problems(error: BaseException) -> tuple[Problem, ...]:
 
 
 def show(error: BaseException) -> None:
-    """Print an error on stderr, one problem a line; with HSFMT_TRACEBACK=1 the traceback before."""
+    """Print an error on stderr, one problem a line; with HSFMT_TRACEBACK=1 the traceback before.
+
+    Problems that differ only in where they are share a line: --json is what lists them all.
+    """
     if os.environ.get(_TRACEBACK) == "1":
         click.echo("".join(traceback.format_exception(error)), err=True)
     if isinstance(error, click.ClickException):
         error.show()
     elif isinstance(error, click.Abort | KeyboardInterrupt):
-        click.echo("interrupted", err=True)
+        click.echo("terminated (SIGTERM)" if _is_terminated(error) else "interrupted", err=True)
     else:
-        for problem in problems(error):
-            click.echo(f"error: {one_line(str(problem))}", err=True)
+        for line in _lines(problems(error)):
+            click.echo(f"error: {one_line(line)}", err=True)
+
+
+def _lines(found: Iterable[Problem]) -> list[str]:
+    alike: dict[tuple[str, str, str], list[Problem]] = {}
+    for problem in found:
+        alike.setdefault((problem.expected, problem.got, problem.remedy), []).append(problem)
+    lines = []
+    for first, *others in list(alike.values())[:_SHOWN]:
+        more = f" (and {len(others):,} more like it; --json lists all)" if others else ""
+        lines.append(f"{replace(first, remedy='')}{more}" + (f" — {first.remedy}" if first.remedy else ""))
+    rest = sum(map(len, list(alike.values())[_SHOWN:]))
+    return [*lines, f"and {rest:,} more problems; --json lists all"] if rest else lines
 
 
 def json_problems(error: BaseException) -> list[dict[str, Any]]:
@@ -79,6 +97,11 @@ def one_line(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _is_terminated(error: BaseException) -> bool:
+    # click raises its Abort from what interrupted it.
+    return isinstance(error, Terminated) or isinstance(error.__cause__, Terminated)
 
 
 def _missing_package(error: BaseException) -> str | None:

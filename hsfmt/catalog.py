@@ -1,7 +1,7 @@
 """The committed set: creating a dataset, listing its parts, loading manifests and indexes with their checks.
 
-Spec: rules LAY-3, HDR-9, MAN-1, MAN-3, MAN-8, SNAP-9. One listing of `hsfmt/manifests/` is the whole truth; there is
-no lock.
+Spec: rules LAY-3, HDR-9, WRITE-8, WRITE-10, WRITE-11, MAN-1, MAN-3, MAN-8, SNAP-9. One listing of
+`hsfmt/manifests/` is the whole truth; there is no lock.
 """
 
 from __future__ import annotations
@@ -9,19 +9,22 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+import numpy as np
+
 from hsfmt import digests, layout, tables
 from hsfmt.errors import CorruptionError, FormatError, HeaderMismatchError, NotFoundError, UsageError
 from hsfmt.header import MAX_HEADER_NBYTES, Header, check_same_meaning
 from hsfmt.index import PartIndex, parse_index
 from hsfmt.manifest import MAX_MANIFEST_NBYTES, PartManifest, parse_manifest
 from hsfmt.pointer import MAX_POINTER_NBYTES, Pointer, parse_pointer
-from hsfmt.snapshot import PartRef, Snapshot, parse_snapshot
+from hsfmt.root import ROOT_REMEDY, enclosing_dataset, header_of_manifests
+from hsfmt.snapshot import RETRACT_AGAIN, PartRef, Snapshot, SnapshotIds, parse_snapshot
 from hsfmt.snapshot_builder import LoadedPart
 from hsfmt.storage import Store
 from hsfmt.versions import check_writable
 from hsfmt.zarr_metadata import group_document, parse_root, root_document
 
-_POINTER_REMEDY = f"remove {layout.POINTER} and run `hsfmt seal`; name ids that were retracted again"
+_POINTER_REMEDY = f"remove {layout.POINTER} and run `hsfmt seal`; {RETRACT_AGAIN}"
 _OWN_ENTRIES = {"hsfmt", "parts", layout.ROOT_METADATA}
 
 
@@ -31,13 +34,21 @@ def read_header(store: Store) -> Header:
     Raises
     ------
     NotFoundError
-        There is no dataset.
+        There is no dataset, or its root document is gone.
     FormatError, FormatVersionError
         The root document is not one of this format, or needs a newer library.
     """
     try:
         data = store.read(layout.ROOT_METADATA, MAX_HEADER_NBYTES)
     except NotFoundError:
+        parts = committed_parts(store)
+        if parts:
+            raise NotFoundError.at(
+                f"{store.url}: {layout.ROOT_METADATA}",
+                expected="the root document of a dataset",
+                got=f"nothing, beside {len(parts)} committed parts",
+                remedy=f"restore the file from a copy, or {ROOT_REMEDY}",
+            ) from None
         remedy = "check the path; `hsfmt convert SRC DST` or DatasetWriter makes a dataset"
         raise NotFoundError.at(
             store.url, expected="an hsfmt dataset", got="no zarr.json there", remedy=remedy
@@ -48,6 +59,8 @@ def read_header(store: Store) -> Header:
 def ensure_dataset(store: Store, wanted: Header) -> Header:
     """Create the dataset, or join it if it exists; any number of writers may do so at once (rules HDR-9, WRITE-8).
 
+    A root document that is gone is written again as the committed parts have it (rule WRITE-10).
+
     Returns
     -------
     Header
@@ -57,12 +70,17 @@ def ensure_dataset(store: Store, wanted: Header) -> Header:
     ------
     HeaderMismatchError
         The dataset means something else; each member that differs is named.
+    CorruptionError
+        The root document is gone, and the parts do not agree on what it was.
     UsageError
-        The folder holds something else.
+        The folder holds something else, or lies in another dataset.
     """
-    if find_dataset(store, wanted) is None:
-        store.create(layout.ROOT_METADATA, root_document(wanted))
-    found = _joined(store, wanted)
+    found = find_dataset(store, wanted)
+    if store.size(layout.ROOT_METADATA) is None:
+        store.create(layout.ROOT_METADATA, root_document(found or wanted))
+        found = None  # another creator may have been first
+    if found is None:
+        found = _joined(store, read_header(store), wanted)
     store.create(layout.PARTS_METADATA, group_document())
     return found
 
@@ -72,12 +90,12 @@ def find_dataset(store: Store, wanted: Header) -> Header | None:
 
     Raises
     ------
-    HeaderMismatchError, UsageError
+    HeaderMismatchError, CorruptionError, UsageError
         As `ensure_dataset`.
     """
     if store.size(layout.ROOT_METADATA) is not None:
-        return _joined(store, wanted)
-    foreign = [name for name in store.list("") if name not in _OWN_ENTRIES and not name.endswith(".tmp")]
+        return _joined(store, read_header(store), wanted)
+    foreign = [name for name in store.list("") if not _may_be_there(name)]
     if foreign:
         raise UsageError.at(
             store.url,
@@ -85,13 +103,33 @@ def find_dataset(store: Store, wanted: Header) -> Header | None:
             got=f"a folder with {len(foreign)} other entries, {foreign[0]!r} among them",
             remedy="choose another destination",
         )
+    header = header_of_manifests(store, committed_parts(store))
+    if header is not None:
+        return _joined(store, header, wanted)
+    outer = enclosing_dataset(store)
+    if outer is not None:
+        raise UsageError.at(
+            store.url,
+            expected="a folder outside of other datasets",
+            got=f"one inside the dataset {outer}",
+            remedy="choose another destination; what lies in a dataset and is not of it counts as damage there",
+        )
     return None
 
 
-def _joined(store: Store, wanted: Header) -> Header:
-    found = read_header(store)
+def _may_be_there(name: str) -> bool:
+    return name in _OWN_ENTRIES or name.endswith(".tmp") or layout.bystander(name) is not None
+
+
+def _joined(store: Store, found: Header, wanted: Header) -> Header:
     check_writable(found.to_json(), layout.ROOT_METADATA)
-    check_same_meaning(found, wanted, store.url)
+    try:
+        check_same_meaning(found, wanted, store.url)
+    except HeaderMismatchError as error:
+        if committed_parts(store):
+            raise
+        remedy = f"it holds no samples yet: if no writer is at work there, remove the folder {store.url} and begin anew"
+        raise HeaderMismatchError([replace(problem, remedy=remedy) for problem in error.problems]) from None
     return found
 
 
@@ -234,3 +272,23 @@ def load_ref(store: Store, ref: PartRef, header: Header) -> LoadedPart:
         got = f"{entry.nbytes} bytes, {entry.digest}"
         raise CorruptionError.at(layout.manifest_path(ref.name), expected=expected, got=got)
     return LoadedPart(manifest, load_index(store, manifest))
+
+
+def load_ids(store: Store, ref: PartRef) -> SnapshotIds:
+    """Return the ids of a part that a snapshot names, out of its index alone: the manifest may be gone.
+
+    Raises
+    ------
+    NotFoundError, CorruptionError
+        The index is missing, or not the one that the snapshot names.
+    """
+    path = layout.index_path(ref.name)
+    data = store.read(path, ref.index_nbytes)
+    actual = digests.digest(data)
+    if actual != ref.index_digest:
+        raise CorruptionError.at(path, expected=f"digest {ref.index_digest}", got=actual)
+    table = tables.parse(data, path)
+    ids = tables.take(table, "ids", "U8", (None,), path)
+    offsets = tables.take(table, "id_offsets", "I64", (None,), path)
+    tables.check_offsets(offsets.view(np.int64), len(ids), f"{path}: id_offsets", strict=True)
+    return SnapshotIds(ids.view(np.uint8), offsets.view(np.int64))

@@ -1,6 +1,6 @@
 """Names and places: where each object of a dataset lies.
 
-Spec: rules LAY-1 to LAY-3.
+Spec: rules LAY-1 to LAY-3, VFY-13.
 """
 
 from __future__ import annotations
@@ -18,6 +18,12 @@ MANIFESTS = "hsfmt/manifests"
 INDEXES = "hsfmt/index"
 SNAPSHOTS = "hsfmt/snapshots"
 ATTACHMENTS = "hsfmt/attachments"
+# Files and folders that file browsers, NFS, version control and dataset hubs leave behind, anywhere in a dataset.
+BYSTANDERS = (
+    ".DS_Store", ".cache", ".git", ".gitattributes", ".gitignore", ".gitkeep", ".gitmodules", "README.md", "Thumbs.db",
+    "desktop.ini",
+)  # fmt: skip
+BYSTANDER_PREFIXES = ("._", ".nfs")
 PART_PATTERN = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
 
 
@@ -69,3 +75,23 @@ def part_of_manifest(name: str) -> str | None:
     """Return the part that a file of the manifests folder commits, None for a temporary or foreign name."""
     stem, dot, suffix = name.rpartition(".")
     return stem if dot and suffix == "json" and PART_PATTERN.fullmatch(stem) else None
+
+
+def part_of_path(path: str) -> str | None:
+    """Return the part that an object belongs to by its path: one of its folder, or its index."""
+    segments = path.split("/")
+    name = None
+    if segments[0] == "parts" and len(segments) > 2:
+        name = segments[1]
+    elif path.startswith(f"{INDEXES}/") and path.endswith(".safetensors") and len(segments) == 3:
+        name = segments[2].removesuffix(".safetensors")
+    return name if name is not None and PART_PATTERN.fullmatch(name) else None
+
+
+def bystander(path: str) -> str | None:
+    """Return the path up to the file or folder that other software left there, None if it is none (rule VFY-13)."""
+    segments = path.split("/")
+    for i, name in enumerate(segments):
+        if name in BYSTANDERS or name.startswith(BYSTANDER_PREFIXES):
+            return "/".join(segments[: i + 1])
+    return None

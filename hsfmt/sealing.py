@@ -1,35 +1,44 @@
 """Sealing: make a snapshot of all that is committed and point at it.
 
-Spec: rules SEAL-1 to SEAL-7. No lock: whoever replaces the pointer lists again, and repeats if the committed set grew.
+Spec: rules SEAL-1 to SEAL-8. No lock: whoever replaces the pointer lists again, and repeats if the committed set grew.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+import numpy as np
+
 from hsfmt import digests, layout, tables
 from hsfmt.catalog import (
     committed_parts,
+    load_ids,
     load_part,
-    load_ref,
     read_header,
     read_pointer,
     read_snapshot,
     without_superseded,
 )
-from hsfmt.errors import ExpectationError, FormatError, NotFoundError, Problem, SampleNotFoundError
+from hsfmt.errors import ExpectationError, FormatError, NotFoundError, Problem, SampleNotFoundError, UsageError
 from hsfmt.header import Header
+from hsfmt.lost_parts import check_none_lost, snapshots_to_keep
 from hsfmt.pointer import make_pointer
 from hsfmt.snapshot import Snapshot, parse_snapshot, parse_snapshot_ids
 from hsfmt.snapshot_builder import LoadedPart, build_snapshot
 from hsfmt.storage import Store, open_store
 from hsfmt.versions import check_writable
 
+_log = logging.getLogger("hsfmt")
 _SHOWN = 10
+_MISSING_REMEDY = "run the producer again for what is missing; the current snapshot was left as it is"
+_UNEXPECTED_REMEDY = (
+    "expect them too, or retract them (Python: hsfmt.seal(url, retract=[ids])); the current snapshot was left as it is"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +65,7 @@ def seal(
     *,
     expect: int | Collection[str] | None = None,
     retract: Collection[str] = (),
+    drop_missing: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Sealed:
     """Make a snapshot of all committed parts and point at it.
@@ -68,6 +78,8 @@ def seal(
         A number of samples, or the very ids, that the snapshot must hold; otherwise nothing is replaced.
     retract
         Ids to list but no longer serve; ids retracted by the current snapshot stay so.
+    drop_missing
+        Leave out parts that the current snapshot names and whose manifests are gone, instead of refusing.
     storage_options
         For fsspec URLs.
 
@@ -85,26 +97,36 @@ def seal(
     ExpectationError
         The committed samples are not the expected ones; the missing and the unexpected ids are named.
     CorruptionError, HeaderMismatchError
-        A committed part can't be part of a snapshot.
+        A committed part can't be part of a snapshot, or parts of the current snapshot are committed no longer.
+    UsageError
+        A text where a collection of ids is meant.
     """
+    retract = frozenset(_collection("retract", retract))
+    if expect is not None and not isinstance(expect, int):
+        expect = frozenset(_collection("expect", expect))
     store = url if isinstance(url, Store) else open_store(url, storage_options)
     header = read_header(store)
     check_writable(header.to_json(), layout.ROOT_METADATA)
     known = {f"{digests.ALGORITHM}:{name}" for name in store.list(layout.SNAPSHOTS)}
-    gone = set(retract) | _retracted(store, header)
+    gone = set(retract)
     loaded: dict[str, LoadedPart] = {}
     rounds, changed = 0, False
+    # Before the listing: what they name was committed before them.
+    kept = snapshots_to_keep(store)
     while True:
         rounds += 1
         names = committed_parts(store)
         if not names:
+            check_none_lost(kept, names, (), drop=drop_missing)
             remedy = "commit samples first; uncommitted parts of a crashed writer can't be sealed"
             raise NotFoundError.at(store.url, expected="committed parts", got="none", remedy=remedy)
         for name in names:
             if name not in loaded:
                 loaded[name] = load_part(store, name, header)
         if rounds == 1:
+            check_none_lost(kept, names, (part.manifest for part in loaded.values()), drop=drop_missing)
             _check_retracted(retract, loaded.values())
+            gone |= _retracted(store, skip_missing=drop_missing)
         snapshot, replaced = _point_at(store, [loaded[name] for name in names], header, gone, expect)
         changed |= replaced
         # A snapshot that appeared meanwhile is that of a seal that races with this one: what it retracted stays so too,
@@ -112,8 +134,9 @@ def seal(
         found = {f"{digests.ALGORITHM}:{name}" for name in store.list(layout.SNAPSHOTS)}
         rivals = {name for name in found - known - {snapshot.fingerprint} if digests.is_digest(name)}
         known |= rivals
-        theirs = set().union(*(_retracted_by(store, header, name) for name in rivals))
+        theirs = set().union(*(_retracted_by(store, name) for name in rivals))
         if committed_parts(store) == names and theirs <= gone:
+            _warn_of_conflicts(store, snapshot, loaded, gone)
             return Sealed(snapshot, rounds, changed)
         gone |= theirs
 
@@ -121,7 +144,7 @@ def seal(
 def build_live(store: Store, header: Header) -> tuple[bytes, bytes]:
     """Return (index file, ids file) of a snapshot over all committed parts, without writing anything."""
     parts = [load_part(store, name, header) for name in committed_parts(store)]
-    return build_snapshot(without_superseded(parts), header, _retracted(store, header))
+    return build_snapshot(without_superseded(parts), header, _retracted(store))
 
 
 def _point_at(
@@ -174,12 +197,12 @@ def _directories(parts: list[LoadedPart]) -> set[str]:
     return {layout.MANIFESTS, *(path.rpartition("/")[0] for path in files)}
 
 
-def _retracted(store: Store, header: Header) -> set[str]:
+def _retracted(store: Store, *, skip_missing: bool = False) -> set[str]:
     pointer = read_pointer(store)
-    return set() if pointer is None else _retracted_by(store, header, pointer.fingerprint)
+    return set() if pointer is None else _retracted_by(store, pointer.fingerprint, skip_missing=skip_missing)
 
 
-def _retracted_by(store: Store, header: Header, fingerprint: str) -> set[str]:
+def _retracted_by(store: Store, fingerprint: str, *, skip_missing: bool = False) -> set[str]:
     try:
         snapshot, _ = read_snapshot(store, fingerprint)
     except NotFoundError:
@@ -189,28 +212,58 @@ def _retracted_by(store: Store, header: Header, fingerprint: str) -> set[str]:
         return set()  # a seal that has not written its index: it will list after it has
     ids = set()
     for number in set(snapshot.retracted_part.tolist()):
-        index = load_ref(store, snapshot.parts[number], header).index
-        rows = snapshot.retracted_row[snapshot.retracted_part == number]
-        ids |= {index.sample_id(int(row)) for row in rows} if index else set()
+        rows = snapshot.retracted_row[snapshot.retracted_part == number].tolist()
+        try:
+            known = load_ids(store, snapshot.parts[number])
+        except NotFoundError:
+            if not skip_missing:
+                raise
+            text = "%s: which %d samples of the missing part %s were retracted is lost with its index"
+            _log.warning(text, store.url, len(rows), snapshot.parts[number].name)
+            continue
+        ids |= {known[row] for row in rows}
+    return ids
+
+
+def _warn_of_conflicts(store: Store, snapshot: Snapshot, loaded: Mapping[str, LoadedPart], gone: set[str]) -> None:
+    """Say that ids were committed again with other content: only one of the two is served."""
+    ids = set()
+    for i in np.flatnonzero(snapshot.shadowed_same == 0):
+        index = loaded[snapshot.parts[snapshot.shadowed_part[i]].name].index
+        ids |= {index.sample_id(int(snapshot.shadowed_row[i]))} if index else set()
+    if ids - gone:
+        shown = ", ".join(sorted(ids - gone)[:_SHOWN])
+        text = "%s: %d ids were committed more than once with different content; the first part's is served: %s"
+        _log.warning(text, store.url, len(ids - gone), shown)
+
+
+def _collection(name: str, ids: Collection[str]) -> Collection[str]:
+    """Refuse a text, whose characters would be taken for ids."""
+    if isinstance(ids, str | bytes):
+        expected = "a collection of ids" if name == "retract" else "a number or a collection of ids"
+        remedy = f"write {name}=[{ids!r}]"
+        raise UsageError.at(name, expected=expected, got=f"the text {ids!r}"[:100], remedy=remedy)
     return ids
 
 
 def _check_expected(snapshot: Snapshot, ids_file: bytes, expect: int | Collection[str] | None) -> None:
     if expect is None:
         return
-    remedy = "run the producer again for what is missing; the current snapshot was left as it is"
     if isinstance(expect, int):
-        if snapshot.n_samples != expect:
-            got = f"{snapshot.n_samples} ({snapshot.counts['holes']} holes)"
-            raise ExpectationError.at("snapshot", expected=f"{expect} samples", got=got, remedy=remedy)
+        n, holes = snapshot.n_samples, snapshot.counts["holes"]
+        if n != expect:
+            remedy = _MISSING_REMEDY if n < expect else _UNEXPECTED_REMEDY
+            raise ExpectationError.at(
+                "snapshot", expected=f"{expect} samples", got=f"{n} ({holes} holes)", remedy=remedy
+            )
         return
     ids = parse_snapshot_ids(ids_file, snapshot, "snapshot")
     have, want = {ids[i] for i in range(len(ids))}, set(expect)
     problems = [
         Problem("snapshot", expected, f"{len(found)} {kind}", remedy, tuple(sorted(found)[:_SHOWN]))
-        for found, kind, expected in (
-            (want - have, "missing", "all expected ids"),
-            (have - want, "unexpected", "no other ids"),
+        for found, kind, expected, remedy in (
+            (want - have, "missing", f"each of the {len(want)} ids asked for", _MISSING_REMEDY),
+            (have - want, "unexpected", f"no id but the {len(want)} asked for", _UNEXPECTED_REMEDY),
         )
         if found
     ]

@@ -21,6 +21,7 @@ from hsfmt.versions import check_readable
 
 INDEX_KIND = "hsfmt.snapshot"
 IDS_KIND = "hsfmt.snapshot-ids"
+RETRACT_AGAIN = "retract again what was retracted (Python: hsfmt.seal(url, retract=[ids]))"
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -132,7 +133,7 @@ def parse_snapshot(data: bytes, where: str, fingerprint: str | None = None) -> S
     """
     actual = digests.digest(data)
     if fingerprint is not None and actual != fingerprint:
-        remedy = f"restore the file; or remove {layout.POINTER}, `hsfmt seal`, and retract again what was retracted"
+        remedy = f"restore the file; or remove {layout.POINTER}, `hsfmt seal`, and {RETRACT_AGAIN}"
         raise CorruptionError.at(where, expected=f"digest {fingerprint}", got=actual, remedy=remedy)
     table = tables.parse(data, where)
     document = table.metadata

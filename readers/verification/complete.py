@@ -1,6 +1,6 @@
 """Tier complete: every listed file is there with its digest, and nothing else is.
 
-Spec: rules VFY-5, VFY-6.
+Spec: rules VFY-5, VFY-6, VFY-13.
 """
 
 from __future__ import annotations
@@ -121,23 +121,29 @@ def check_unexpected(
     known = set(named)
     uncommitted: dict[str, list[str]] = {}
     foreign: dict[str, list[str]] = {}
+    unexpected: dict[str, list[str]] = {}
     for path in listing:
         if path in known:
             continue
-        part = part_of_path(path)
+        part = layout.part_of_path(path)
         if path.endswith(".tmp"):
             findings.add("info", "temporary", shown(path), expected="no temporary file", got=f"{listing[path]} bytes")
+        elif bystander := layout.bystander(path):
+            foreign.setdefault(bystander, []).append(path)
         elif part is not None and part not in committed:
             uncommitted.setdefault(layout.part_folder(part), []).append(path)
         elif not check_unnamed(store, findings, path, listing[path]):
             top, _, rest = path.partition("/")
             group = path if top in ("hsfmt", "parts") or not rest else top
-            foreign.setdefault(group, []).append(path)
+            unexpected.setdefault(group, []).append(path)
     for folder, paths in uncommitted.items():
         nbytes = sum(listing[path] for path in paths)
         got = f"{len(paths)} files, {nbytes} bytes without one ({', '.join(map(shown, paths[:_SHOWN]))})"
         findings.add("info", "uncommitted", folder, expected="a manifest of this part", got=got)
     for group, paths in foreign.items():
+        got = f"{len(paths)} objects, {sum(listing[path] for path in paths)} bytes, of other software"
+        findings.add("info", "foreign", shown(group), expected="nothing that is not of the dataset", got=got)
+    for group, paths in unexpected.items():
         got = f"{len(paths)} objects, {sum(listing[path] for path in paths)} bytes"
         findings.error("unexpected", shown(group), expected="nothing that no manifest or snapshot names", got=got)
 
@@ -145,14 +151,3 @@ def check_unexpected(
 def shown(path: str) -> str:
     """Return a path that can be printed: a stray file may have any name, of control characters or no Unicode at all."""
     return path if path.isprintable() else ascii(path)[1:-1]
-
-
-def part_of_path(path: str) -> str | None:
-    """Return the part that an object belongs to by its path: one of its folder, or its index."""
-    segments = path.split("/")
-    name = None
-    if segments[0] == "parts" and len(segments) > 2:
-        name = segments[1]
-    elif path.startswith(f"{layout.INDEXES}/") and path.endswith(".safetensors") and len(segments) == 3:
-        name = segments[2].removesuffix(".safetensors")
-    return name if name is not None and layout.PART_PATTERN.fullmatch(name) else None

@@ -1,10 +1,11 @@
 """Tier quick, the dataset: root and group documents, the pointer and the snapshot that it names.
 
-Spec: rules VFY-4, HDR-9, SNAP-7 to SNAP-9.
+Spec: rules VFY-4, VFY-15, HDR-9, SNAP-7 to SNAP-9.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,8 @@ from hsfmt.readers.verification.report import Findings
 from hsfmt.snapshot import Snapshot, SnapshotIds, parse_snapshot, parse_snapshot_ids
 from hsfmt.storage import Store
 from hsfmt.zarr_metadata import group_document, parse_root
+
+_SEAL_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,10 @@ def load_header(store: Store, findings: Findings) -> Header | None:
 
 
 def load_pointer(store: Store, findings: Findings) -> Pointer | None:
-    """Return the pointer, None where there is none (a warning) or it can't be used."""
+    """Return the pointer, None where it can't be used, or is not there.
+
+    That is a warning if there is no snapshot either, else an error (rule VFY-15).
+    """
 
     def fetch() -> Pointer | None:
         try:
@@ -73,12 +79,21 @@ def load_pointer(store: Store, findings: Findings) -> Pointer | None:
 
     own = Findings()
     pointer = read_twice(own, layout.POINTER, fetch)
+    if pointer is None and not own.items and (n_snapshots := _n_snapshots(store)):
+        time.sleep(_SEAL_SECONDS)  # a first seal writes its snapshot, makes it durable, and then points at it
+        pointer = read_twice(own, layout.POINTER, fetch)
+        if pointer is None and not own.items:
+            got = f"none, and {n_snapshots} snapshots that nothing points at"
+            own.error("missing", layout.POINTER, expected="a pointer to a snapshot", got=got)
+    elif pointer is None and not own.items:
+        own.add("warning", "never_sealed", layout.POINTER, expected="a pointer to a snapshot", got="none")
     findings.items += own.items
-    if pointer is None and not own.items:
-        snapshots = store.list(layout.SNAPSHOTS)
-        got = f"none, and {len(snapshots)} snapshots that nothing points at" if snapshots else "none"
-        findings.add("warning", "never_sealed", layout.POINTER, expected="a pointer to a snapshot", got=got)
     return pointer
+
+
+def _n_snapshots(store: Store) -> int:
+    paths = (f"{layout.SNAPSHOTS}/{name}/index.safetensors" for name in store.list(layout.SNAPSHOTS))
+    return sum(store.size(path) is not None for path in paths)
 
 
 def load_snapshot(store: Store, findings: Findings, fingerprint: str) -> LoadedSnapshot | None:

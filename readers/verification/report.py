@@ -18,46 +18,60 @@ from hsfmt.errors import (
     NotFoundError,
     StorageError,
 )
+from hsfmt.root import ROOT_REMEDY
+from hsfmt.snapshot import RETRACT_AGAIN
 
 SEVERITIES = ("error", "warning", "info")
-_RESTORE = "restore it from a copy with this digest, or write its samples again into a new part"
-_WRITE_AGAIN = "write these samples again into a new part and seal"
+# In this order it works also for a dataset of one part, and the writer's own seal does not refuse in between.
+_INSTEAD = (
+    "remove hsfmt/manifests/<part>.json, write or convert its samples again without sealing (seal=False, --no-seal), "
+    "and run `hsfmt seal --drop-missing`"
+)
+_RESTORE = f"restore the file from a copy; or {_INSTEAD}"
+_RETRACT = "Python: hsfmt.seal(url, retract=[ids])"
 REMEDIES = {
-    "missing": "restore the file from a copy, or write its samples again into a new part",
+    "missing": _RESTORE,
+    "foreign": "none: file browsers, NFS, version control and dataset hubs leave such files; no data is touched by them",
     "unexpected": "move it out of the dataset, if nothing of yours needs it",
     "temporary": "none while a writer runs; else remove it: an interrupted write left it",
     "uncommitted": "none while a writer runs; else remove it: what no manifest or snapshot names is not in the dataset",
     "newer_parts": "run `hsfmt seal` to serve them",
     "never_sealed": 'run `hsfmt seal`, or read with snapshot="live"',
     "incomplete_snapshot": "remove the folder if no seal is running: a seal was interrupted, or its index was lost",
+    "old_snapshot": "none, unless it is read by its fingerprint: restore the manifests from a copy, or remove its folder",
+    "shadowed_different": "the first part's is served; compare the producers, or retract the ids if neither is right "
+    f"({_RETRACT})",
     "size": _RESTORE,
     "digest": _RESTORE,
     "corrupt": _RESTORE,
     "malformed": _RESTORE,
     "newer_format": "install a newer hsfmt (pip install -U hsfmt)",
-    "header": "move parts of another meaning to a dataset of their own; restore a changed header from a copy",
+    "header": "move parts of another meaning to a dataset of their own (their files, by what their manifests list); if zarr.json "
+    f"was changed: restore it from a copy, or remove it and {ROOT_REMEDY}",
     "unreadable": "check permissions, network and the device, then verify again",
     "unstable_read": "the data is fine, the way to it is not: check memory, disk and network of this machine",
-    "zarr_json": "write the bytes that manifest and format imply; other Zarr readers take shape and codec from it",
-    "replaces": "restore the manifest that was replaced, or remove the part that replaces it",
-    "attachment": "restore the file from a copy with this digest, or seal without it",
-    "shard_index": "restore the file from a copy: other Zarr readers find the wrong chunks through it",
-    "chunk_digest": _WRITE_AGAIN,
-    "chunk_crc": "restore the file from a copy: other Zarr readers refuse this chunk",
-    "chunk_decode": _WRITE_AGAIN,
-    "padding": _WRITE_AGAIN,
-    "values": _WRITE_AGAIN,
-    "loss_mask": _WRITE_AGAIN,
-    "n_supervised": _WRITE_AGAIN,
+    "zarr_json": f"hsfmt reads without it, other Zarr readers take shape and codec from it: {_RESTORE}",
+    "replaces": "restore the manifest that was replaced; or remove that of the part that replaces it, and run "
+    "`hsfmt seal --drop-missing`",
+    "attachment": "restore the file from a copy with this digest",
+    "shard_index": f"other Zarr readers find the wrong chunks through it: {_RESTORE}",
+    "chunk_digest": _RESTORE,
+    "chunk_crc": f"other Zarr readers refuse this chunk: {_RESTORE}",
+    "chunk_decode": _RESTORE,
+    "padding": _RESTORE,
+    "values": _RESTORE,
+    "loss_mask": _RESTORE,
+    "n_supervised": _RESTORE,
     "negative_ids": "check the producer: a model takes no negative token id",
-    "sample_id": _WRITE_AGAIN,
-    "metadata": _WRITE_AGAIN,
-    "content_digest": _WRITE_AGAIN,
-    "extra_digest": _WRITE_AGAIN,
-    "nonfinite": "look at the producer; retract these samples or leave them out of training",
+    "sample_id": _RESTORE,
+    "metadata": _RESTORE,
+    "content_digest": _RESTORE,
+    "extra_digest": _RESTORE,
+    "nonfinite": f"look at the producer; retract these samples ({_RETRACT}) or leave them out of training",
     "all_zero": "look at the producer: a state that is zero throughout was never computed",
     "counts": "restore the file from a copy, or run `hsfmt seal` for a new snapshot",
-    "snapshot_part": "restore the part that the snapshot names, or run `hsfmt seal` for a new snapshot",
+    "snapshot_part": "restore the part that the snapshot names; or remove hsfmt/manifest.json and run `hsfmt seal`, and "
+    f"{RETRACT_AGAIN}",
     "snapshot_rows": "run `hsfmt seal` for a new snapshot",
     "snapshot_order": "none if the order is meant; `hsfmt seal` makes the default one",
     "dataset_digest": "run `hsfmt seal` for a new snapshot",
@@ -69,9 +83,10 @@ REMEDIES = {
 # What is damaged tells more than how, for documents that hold no data.
 _OF_DAMAGE = frozenset({"corrupt", "digest", "malformed", "missing", "size", "zarr_json"})
 _DOCUMENT_REMEDIES = {
-    layout.ROOT_METADATA: "restore it: the pointer and every manifest repeat the header that belongs there",
-    layout.POINTER: "remove it and run `hsfmt seal`; retract again what was retracted",
-    layout.SNAPSHOTS: "run `hsfmt seal`; if it refuses, remove hsfmt/manifest.json first, then retract again",
+    layout.ROOT_METADATA: f"restore it from a copy; or remove what is left of it and {ROOT_REMEDY}",
+    layout.PARTS_METADATA: f"remove what is left of it and {ROOT_REMEDY.replace(' from the manifests', '')}",
+    layout.POINTER: f"remove what is left of it and run `hsfmt seal`; {RETRACT_AGAIN}",
+    layout.SNAPSHOTS: f"run `hsfmt seal`; if it refuses, remove hsfmt/manifest.json first, then {RETRACT_AGAIN}",
 }
 
 
@@ -82,8 +97,9 @@ def remedy(code: str, path: str) -> str:
             if path == place or path.startswith(f"{place}/"):
                 return text
         if path.endswith("/zarr.json"):
-            return REMEDIES["zarr_json"]
-    return REMEDIES[code]
+            code = "zarr_json"
+    part = layout.part_of_manifest(path.removeprefix(f"{layout.MANIFESTS}/")) or layout.part_of_path(path)
+    return REMEDIES[code].replace("<part>", part or "<part>")
 
 
 @dataclass(frozen=True, slots=True)

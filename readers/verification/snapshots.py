@@ -37,16 +37,25 @@ class SnapshotCheck:
         The snapshot and its ids.
     outcomes
         By part name; of every committed part.
+    old
+        Another snapshot is the current one: what only this one lacks is a warning (rule VFY-14).
     """
 
     def __init__(
-        self, store: Store, findings: Findings, loaded: LoadedSnapshot, outcomes: Mapping[str, PartOutcome]
+        self,
+        store: Store,
+        findings: Findings,
+        loaded: LoadedSnapshot,
+        outcomes: Mapping[str, PartOutcome],
+        *,
+        old: bool = False,
     ) -> None:
         self._store = store
         self._findings = findings
         self._loaded = loaded
         self._snapshot: Snapshot = loaded.snapshot
         self._outcomes = outcomes
+        self._old = old
         self._path = loaded.path
         self._rows: dict[int, PartRows] = {}
         self._n_unlisted = 0
@@ -58,6 +67,8 @@ class SnapshotCheck:
     def check(self) -> None:
         """Check all that the outcomes allow."""
         self._check_ids()
+        if self._old:
+            self._report_lost()
         for number, ref in enumerate(self._snapshot.parts):
             outcome = self._outcomes.get(ref.name)
             if self._part_agrees(number, ref, outcome):
@@ -102,7 +113,7 @@ class SnapshotCheck:
         path = layout.manifest_path(ref.name)
         if outcome is None:
             expected = f"the manifest of a part that snapshot {self._snapshot.fingerprint} names"
-            if not self._findings.has_error(path) and not self._came_later(path):
+            if not self._old and not self._findings.has_error(path) and not self._came_later(path):
                 self._findings.error("missing", path, expected=expected, got="nothing", samples=self.ids_of(number))
             return False
         for damaged in (path, layout.index_path(ref.name)):
@@ -123,6 +134,14 @@ class SnapshotCheck:
                 self._findings.error("snapshot_part", path, expected=expected, got=found, samples=self.ids_of(number))
                 return False
         return True
+
+    def _report_lost(self) -> None:
+        lost = [ref.name for ref in self._snapshot.parts if ref.name not in self._outcomes]
+        lost = [name for name in lost if not self._came_later(layout.manifest_path(name))]
+        if lost:
+            got = f"none of {len(lost)}: {', '.join(lost[:3])}{', …' if len(lost) > 3 else ''}"
+            expected = f"the manifest of each of its {len(self._snapshot.parts)} parts"
+            self._findings.add("warning", "old_snapshot", self._path, expected=expected, got=got)
 
     def _came_later(self, path: str) -> bool:
         """Say whether a manifest is there now: a snapshot sealed while we look names younger parts than our listing."""

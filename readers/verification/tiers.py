@@ -1,6 +1,6 @@
 """The three tiers put together: listing, parts in this process or in a pool, the snapshot, one report.
 
-Spec: rules VFY-1 to VFY-6.
+Spec: rules VFY-1 to VFY-6, VFY-14.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hsfmt.errors import HsfmtError, NotFoundError, UsageError
 from hsfmt.header import Header
 from hsfmt.pointer import Pointer
 from hsfmt.readers.verification.attachments import check_attachments
-from hsfmt.readers.verification.complete import check_unexpected, part_of_path
+from hsfmt.readers.verification.complete import check_unexpected
 from hsfmt.readers.verification.documents import (
     LoadedSnapshot,
     check_headers,
@@ -28,10 +28,12 @@ from hsfmt.readers.verification.documents import (
     load_pointer,
     load_snapshot,
 )
+from hsfmt.readers.verification.duplicates import check_conflicts
 from hsfmt.readers.verification.parts import PartOutcome, PartTask, check_part
 from hsfmt.readers.verification.report import Counts, Findings, Report
 from hsfmt.readers.verification.snapshots import SnapshotCheck
 from hsfmt.storage import Store, open_store
+from hsfmt.worker_process import end_with_parent
 
 LEVELS = ("quick", "complete", "full")
 Level = Literal["quick", "complete", "full"]
@@ -146,13 +148,13 @@ class _Verification:
         }
         late = {path: part for path, part in late.items() if part is not None and part not in committed}
         parts = set(late.values())
-        for path in [path for path in self._listing if path in late or part_of_path(path) in parts]:
+        for path in [path for path in self._listing if path in late or layout.part_of_path(path) in parts]:
             del self._listing[path]
 
     def _check_parts(self, parts: list[str], workers: int) -> dict[str, PartOutcome]:
         sizes: dict[str, dict[str, int]] = {part: {} for part in parts}
         for path, nbytes in self._listing.items():
-            part = part_of_path(path)
+            part = layout.part_of_path(path)
             if part in sizes:
                 sizes[part][path] = nbytes
         tasks = [PartTask(self._store, part, self._level, sizes[part]) for part in parts]
@@ -183,7 +185,7 @@ class _Verification:
         done = 0
         # Not fork: threads of the caller's libraries may hold locks that a forked child would wait for forever.
         context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(min(workers, len(tasks)), mp_context=context) as pool:
+        with ProcessPoolExecutor(min(workers, len(tasks)), context, initializer=end_with_parent) as pool:
             waiting: dict[Future[PartOutcome], PartTask] = {pool.submit(check_part, task): task for task in tasks}
             pending = set(waiting)
             while pending:
@@ -227,6 +229,7 @@ class _Verification:
             self._named |= {layout.snapshot_path(fingerprint, file) for file in ("ids", "index")}
         if current:
             self._check_snapshot(current, outcomes)
+            check_conflicts(self._store, self._findings, current)
         if self._level == "quick":
             return
         for kept, files in sorted(_snapshot_files(self._listing).items()):
@@ -239,13 +242,13 @@ class _Verification:
                 continue
             loaded = load_snapshot(self._store, self._findings, kept)
             if loaded:
-                self._check_snapshot(loaded, outcomes)
+                self._check_snapshot(loaded, outcomes, old=pointer is not None)
 
-    def _check_snapshot(self, loaded: LoadedSnapshot, outcomes: dict[str, PartOutcome]) -> None:
+    def _check_snapshot(self, loaded: LoadedSnapshot, outcomes: dict[str, PartOutcome], *, old: bool = False) -> None:
         self._counts.files += len(loaded.paths)
         self._named |= set(loaded.paths)
         check_attachments(self._store, self._findings, loaded.attachments, deep=self._level != "quick")
-        SnapshotCheck(self._store, self._findings, loaded, outcomes).check()
+        SnapshotCheck(self._store, self._findings, loaded, outcomes, old=old).check()
 
     def _check_newer(self, current: LoadedSnapshot, outcomes: dict[str, PartOutcome]) -> None:
         manifests = [outcome.manifest for outcome in outcomes.values() if outcome.manifest is not None]

@@ -1,0 +1,134 @@
+"""Slices of a conversion on a pool of processes, or in this one."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context, parent_process
+from typing import Any
+
+from hsfmt.cli.boards import ABANDON, FINISH, Board, LocalBoard, SharedBoard
+from hsfmt.cli.progress import Progress
+from hsfmt.cli.slices import Tally
+from hsfmt.errors import StorageError
+
+_POLL_SECONDS = 0.2
+_GRACE_SECONDS = 2.0  # for a slice to remove what it did not commit
+_STOP_SECONDS = 10  # for one that was told to end, before it is ended
+_SIGNALS = {signal.SIGINT, signal.SIGTERM}
+
+
+Work = Callable[[Sequence[int], Board], Tally]
+_WORKER: list[tuple[Work, Board]] = []
+
+
+def _start_worker(work: Work, shared: Any) -> None:
+    logging.getLogger("hsfmt").addHandler(logging.NullHandler())  # as in the parent
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    board = SharedBoard(shared)
+    signal.signal(signal.SIGTERM, lambda *_: _stop(board))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    _WORKER[:] = [(work, board)]
+
+
+def _stop(board: SharedBoard) -> None:
+    """Take SIGTERM: from a scheduler, which sends it to the parent too, or from the pool once another worker died."""
+    board.stop()
+    # It must not end a process that waits for work: the parent would take that for a crash before it hears of SIGTERM.
+    signal.alarm(_STOP_SECONDS)
+
+
+def _end_with_parent() -> None:
+    """End this process after its parent, which the pool would wait for in vain: its queue is open in all workers."""
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        time.sleep(_GRACE_SECONDS)
+        os._exit(1)
+
+
+def _run_in_worker(numbers: Sequence[int]) -> Tally | None:
+    work, board = _WORKER[0]
+    try:
+        return work(numbers, board)
+    except KeyboardInterrupt:
+        return None
+
+
+def run_slices(
+    work: Work, slices: Sequence[Sequence[int]], workers: int, progress: Progress
+) -> Generator[Tally, None, None]:
+    """Do the work on all slices and yield their tallies as they come; after a failed one the others finish early.
+
+    Parameters
+    ----------
+    work
+        A function on a slice, which more than one worker need pickled.
+    slices
+        Numbers of items.
+    workers
+        Processes; 1 for this one.
+    progress
+        Is told how far all slices are.
+
+    Closing the generator ends the workers, as an interruption does.
+
+    Raises
+    ------
+    HsfmtError
+        The first one of a slice, when all that run have ended.
+    KeyboardInterrupt
+        When all that run have ended.
+    """
+    if workers == 1 or len(slices) <= 1:
+        for numbers in slices:
+            tally = work(numbers, LocalBoard(progress))
+            yield tally
+            if tally.error is not None:
+                return
+        return
+    context = get_context("spawn")  # a fork would copy locks that threads of ours may hold
+    shared = context.Array("q", 3)
+    n = min(workers, len(slices))
+    with ProcessPoolExecutor(n, context, initializer=_start_worker, initargs=(work, shared)) as pool:
+        # The terminal sends Ctrl-C to the workers too, which inherit that it is blocked: only we decide what it means.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        waiting = {pool.submit(_run_in_worker, numbers) for numbers in slices}
+        failure: BaseException | None = None
+        try:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            while waiting:
+                done, waiting = wait(waiting, _POLL_SECONDS, FIRST_COMPLETED)
+                progress.update(shared[2], f"{shared[1]:,} files")
+                for future in done:
+                    outcome, error = _outcome(future)
+                    failure = failure or error
+                    if outcome is not None:
+                        yield outcome
+                    if error is not None or (outcome is not None and outcome.error is not None):
+                        shared[0] = FINISH
+                        waiting = {other for other in waiting if not other.cancel()}
+        except BaseException:  # Ctrl-C wherever it strikes
+            shared[0] = ABANDON
+            # What they commit until they have ended belongs into the report.
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+    if failure is not None:
+        raise failure
+
+
+def _outcome(future: Future[Tally | None]) -> tuple[Tally | None, BaseException | None]:
+    try:
+        return future.result(), None
+    except BrokenProcessPool:
+        remedy = "use fewer --workers, then run the same command again: it goes on from what is committed"
+        got = "the end of a process, perhaps killed for its memory"
+        return None, StorageError.at("worker process", expected="to run to its end", got=got, remedy=remedy)
+    except Exception as error:  # noqa: BLE001  raised by the caller, once the other slices have ended
+        return None, error

@@ -1,0 +1,89 @@
+"""Parts that a snapshot names and that are committed no longer: a seal never passes them over unasked.
+
+Spec: rule SEAL-8.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable
+
+import numpy as np
+
+from hsfmt import digests, layout
+from hsfmt.catalog import read_pointer, read_snapshot
+from hsfmt.errors import CorruptionError, HsfmtError
+from hsfmt.manifest import PartManifest
+from hsfmt.snapshot import Snapshot
+from hsfmt.storage import Store
+
+_log = logging.getLogger("hsfmt")
+_SHOWN = 10
+_REMEDY = (
+    f"restore {layout.MANIFESTS}/<part>.json of each from a copy, or run `hsfmt seal --drop-missing` to do without "
+    "these samples; nothing was replaced, and what is committed stays committed"
+)
+
+
+def snapshots_to_keep(store: Store) -> list[Snapshot]:
+    """Return the snapshots whose parts a seal must find.
+
+    It is the current one; without a pointer, which may be lost too, all that can be read.
+
+    Raises
+    ------
+    NotFoundError, CorruptionError
+        The pointer, or the snapshot that it names, can't be used.
+    """
+    pointer = read_pointer(store)
+    if pointer is not None:
+        return [read_snapshot(store, pointer.fingerprint)[0]]
+    found = []
+    for name in store.list(layout.SNAPSHOTS):
+        fingerprint = f"{digests.ALGORITHM}:{name}"
+        if digests.is_digest(fingerprint):
+            try:
+                found.append(read_snapshot(store, fingerprint)[0])
+            except HsfmtError:
+                continue  # of no use to readers either; verification reports it
+    return found
+
+
+def check_none_lost(
+    snapshots: Iterable[Snapshot], names: Collection[str], manifests: Iterable[PartManifest], *, drop: bool
+) -> None:
+    """Refuse if a part of these snapshots is neither committed nor replaced by one that is; `drop` only logs it.
+
+    Parameters
+    ----------
+    snapshots
+        As `snapshots_to_keep` returned them, before `names` was listed.
+    names
+        The committed parts.
+    manifests
+        Theirs.
+    drop
+        The caller agreed to lose them.
+
+    Raises
+    ------
+    CorruptionError
+        Names the lost parts and says how many samples they hold.
+    """
+    there = {*names, *(name for manifest in manifests for name in manifest.replaces)}
+    lost: dict[str, int] = {}
+    n_parts = n_samples = 0
+    for snapshot in snapshots:
+        n_parts, n_samples = max(n_parts, len(snapshot.parts)), max(n_samples, snapshot.n_samples)
+        for number, ref in enumerate(snapshot.parts):
+            if ref.name not in there:
+                lost[ref.name] = int(np.count_nonzero(snapshot.part == number))
+    if not lost:
+        return
+    shown = ", ".join(sorted(lost)[:_SHOWN]) + (", …" if len(lost) > _SHOWN else "")
+    got = f"none for {len(lost)} of them, with {sum(lost.values())} of its {n_samples} samples: {shown}"
+    if drop:
+        _log.warning("%s: parts left out: %s", layout.MANIFESTS, got)
+        return
+    expected = f"the manifest of each of the {n_parts} parts that the snapshot names"
+    raise CorruptionError.at(layout.MANIFESTS, expected=expected, got=got, remedy=_REMEDY)
