@@ -65,6 +65,7 @@ def command(  # noqa: PLR0913  each is an option of its own
         click.echo(dumps(document) if as_json else sample_summary.text(summary, place))
         return
     target = _target(output, sample.sample_id, format_)
+    _check_free(target, force=force)
     tensors = _tensors(sample, part, reader.header)
     nbytes = write_sample_file(target, tensors, _attributes(sample, reader, kept), overwrite=force)
     facts: dict[str, Any] = {"id": sample.sample_id, "index": number, "nbytes": nbytes, "path": str(target)}
@@ -86,6 +87,12 @@ def _target(output: str, sample_id: str, format_: str | None) -> Path:
     if format_ is not None and target.suffix != f".{format_}":
         raise UsageError.at(output, expected=f"a name that ends in .{format_}, as --format says", got=target.suffix)
     return target
+
+
+def _check_free(target: Path, *, force: bool) -> None:
+    if target.exists() and not target.is_dir() and not force:
+        remedy = "choose another name, or pass --force to replace it"
+        raise UsageError.at(str(target), expected="a new file", got="a file that is there already", remedy=remedy)
 
 
 def _tensors(sample: SampleArrays, part: OpenPart, header: Header) -> dict[str, FileTensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import PurePath
 
@@ -18,6 +18,7 @@ from hsfmt.cli.conversion_report import Report, Written
 from hsfmt.cli.estimate import estimate
 from hsfmt.cli.progress import open_progress
 from hsfmt.cli.slices import Task, convert_slice
+from hsfmt.cli.warning_log import collected_warnings
 from hsfmt.cli.worker_pool import Work, run_slices
 from hsfmt.columns import STATES
 from hsfmt.errors import ExpectationError, HsfmtError, SourceError, StorageError
@@ -78,11 +79,11 @@ def _run(plan: Plan, numbers: list[int], label: str, work: Work, report: Report,
         return
     workers, total = _workers(plan, numbers), _nbytes(plan, numbers)
     slices = _slices(plan, numbers, total, workers)
-    with open_progress(label, total, shown=shown) as progress:
-        # Closed here: the workers have to end before what they committed is counted, wherever an interruption strikes.
-        with closing(run_slices(work, slices, workers, progress)) as tallies:
-            for tally in tallies:
-                report.tally.add(tally)
+    with ExitStack() as stack:
+        progress = stack.enter_context(open_progress(label, total, shown=shown))
+        # The workers have to end before what they committed is counted, wherever an interruption strikes.
+        for tally in stack.enter_context(closing(run_slices(work, slices, workers, progress))):
+            report.tally.add(tally)
 
 
 def _nbytes(plan: Plan, numbers: list[int]) -> int:
@@ -301,7 +302,9 @@ def _finish(plan: Plan, report: Report) -> None:
         return
     if plan.request.seal:
         try:
-            report.snapshot = seal(plan.store, expect=plan.request.expect).snapshot
+            with collected_warnings() as warnings:
+                report.snapshot = seal(plan.store, expect=plan.request.expect).snapshot
+            report.warnings += warnings
         except HsfmtError as error:
             report.error = error
     elif plan.request.expect not in (None, len(committed)):

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from hsfmt.catalog import committed_parts, find_dataset, load_manifest, read_header
+from hsfmt.catalog import committed_parts, find_dataset, load_manifest
 from hsfmt.cli import units
 from hsfmt.cli.collisions import Copies, Origin, find_copies
 from hsfmt.errors import HeaderMismatchError, SampleError, UsageError
@@ -24,6 +24,7 @@ from hsfmt.readers.sources import (
     settle_final_norm,
     settle_layers,
 )
+from hsfmt.root import header_of_manifests
 from hsfmt.storage import Store, open_store
 from hsfmt.writers.samples import check_id
 
@@ -147,9 +148,10 @@ def _find_dataset(store: Store, header: Header) -> Header | None:
     try:
         return find_dataset(store, header)
     except HeaderMismatchError as error:
-        if any(manifest.counts.samples for manifest in committed_manifests(store, read_header(store)).values()):
+        found = header_of_manifests(store, committed_parts(store))
+        if any(manifest.counts.samples for manifest in committed_manifests(store, found).values()):
             raise
-        remedy = f"{store.url} holds no samples: remove it if this command is right, and run it again"
+        remedy = f"it holds no samples: if no writer is at work there, remove the folder {store.url} and begin anew"
         raise HeaderMismatchError(replace(problem, remedy=remedy) for problem in error.problems) from None
 
 

@@ -215,10 +215,18 @@ def _estimate_rows(estimate: Estimate) -> list[tuple[str, str]]:
 def _listed(title: str, entries: list[tuple[str, str]]) -> list[str]:
     if not entries:
         return []
+    alike: dict[str, list[str]] = {}
+    for where, reason in entries:
+        alike.setdefault(reason, []).append(where)
     lines = [f"  {title}:"]
-    lines += [f"    {one_line(where)}: {one_line(reason)}" for where, reason in entries[:_SHOWN]]
-    if len(entries) > _SHOWN:
-        lines.append(f"    and {len(entries) - _SHOWN:,} more (--json lists all)")
+    for reason, (first, *others) in list(alike.items())[:_SHOWN]:
+        more = f" (and {len(others):,} more)" if others else ""
+        lines.append(f"    {one_line(first)}{more}: {one_line(reason)}")
+    rest = sum(map(len, list(alike.values())[_SHOWN:]))
+    if rest:
+        lines.append(f"    and {rest:,} more")
+    if rest or len(alike) < len(entries):
+        lines.append("    (--json lists all)")
     return lines
 
 

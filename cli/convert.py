@@ -121,12 +121,10 @@ def _print(report: Report, *, as_json: bool) -> None:
         elif counts["failed"] or counts["not_reached"]:
             kept = f"{units.counted(n, 'sample')} committed, and kept; not sealed" if n else "nothing was committed"
             # The same command would meet the same file.
-            advice = (
-                "A run after that goes on"
-                if isinstance(report.error, SourceError)
-                else "Run the same command again to go on"
-            )
-            click.echo(f"{kept}. {advice}.", err=True)
+            again = "Once the file is settled, the same command goes on" if n else ""
+            if not isinstance(report.error, SourceError):
+                again = "Run the same command again to go on"
+            click.echo(". ".join(filter(None, (kept, again))) + ".", err=True)
 
 
 def _exit_code(report: Report) -> int:

@@ -88,10 +88,15 @@ def _amounts(facts: dict[str, Any]) -> list[tuple[str, str]]:
     ratio = f", ratio {states['ratio']:.2f}" if states["ratio"] else ""
     rows += [
         ("states", f"{units.nbytes(states['raw_nbytes'])} raw, {units.nbytes(states['stored_nbytes'])} stored{ratio}"),
+        *_unserved(states["unserved_raw_nbytes"]),
         ("everything", f"{units.nbytes(facts['raw_nbytes'])} raw, {units.nbytes(facts['stored_nbytes'])} stored"),
         ("parts", f"{facts['parts']:,} in {units.counted(facts['files'], 'file')}"),
     ]
     return rows
+
+
+def _unserved(nbytes: int) -> list[tuple[str, str]]:
+    return [("", f"{units.nbytes(nbytes)} raw of it in samples that are not served")] if nbytes else []
 
 
 def _state(facts: dict[str, Any]) -> list[tuple[str, str]]:
@@ -111,7 +116,9 @@ def _state(facts: dict[str, Any]) -> list[tuple[str, str]]:
     if newer is not None and not newer["parts"]:
         rows.append(("newer", "nothing: all that is committed is in the snapshot"))
     if any(shadowed.values()):
-        rows.append(("shadowed", f"{shadowed['same']:,} of the same content, {shadowed['different']:,} of another"))
+        n = units.counted(sum(shadowed.values()), "later copy", "later copies")
+        kinds = f"{shadowed['same']:,} of the same content, {shadowed['different']:,} of another"
+        rows.append(("shadowed", f"{n} of an id, not served: {kinds}"))
     if facts["retracted"]:
         rows.append(("retracted", units.counted(facts["retracted"], "sample")))
     return rows
@@ -125,16 +132,39 @@ def _identity(value: dict[str, str] | None) -> str:
 
 
 def _producer(entry: dict[str, Any]) -> list[tuple[str, str]]:
-    rows = [(key.replace("_", " "), _plain(value)) for key, value in entry["producer"].items()]
-    rows += [("run", _plain(dict(sorted(run.items(), reverse=True)))) for run in entry["runs"][:3]]
+    rows = [(_name(key), _plain(value, key)) for key, value in entry["producer"].items()]
+    rows += [("run", _run(run)) for run in entry["runs"][:3]]
     if len(entry["runs"]) > 3:
         rows.append(("", f"and {len(entry['runs']) - 3:,} more runs"))
     return rows
 
 
-def _plain(value: Any) -> str:
+def _run(run: dict[str, Any]) -> str:
+    """Say when, where, of how much, and by which command."""
+    words = [_plain(run[key]) for key in ("started", "host") if key in run]
+    if "source_files" in run:
+        words.append(f"{_plain(run['source_files'])} files")
+    if "source_nbytes" in run:
+        words.append(_plain(run["source_nbytes"], "source_nbytes"))
+    text = ", ".join(words)
+    return f"{text}: {_plain(run['command'])}" if "command" in run else text
+
+
+def _name(key: str) -> str:
+    return key.replace("_nbytes", "_size").replace("_", " ")
+
+
+def _plain(value: Any, key: str = "") -> str:
+    if key.endswith("_nbytes") and isinstance(value, int):
+        return units.nbytes(value)
     if isinstance(value, list):
         return one_line(" ".join(map(str, value)))
     if isinstance(value, dict):
-        return one_line(", ".join(f"{key} {_plain(member)}" for key, member in value.items()))
+        return one_line(
+            ", ".join(
+                f"{_name(name)} {_plain(member, name)}"
+                for name, member in value.items()
+                if member not in (None, {}, [])
+            )
+        )
     return one_line(str(value))

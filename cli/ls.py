@@ -95,7 +95,8 @@ def _lines(opened: Opened, rows: Iterator[dict[str, Any]], *, long: bool) -> Ite
     largest = int(snapshot.n_tokens.max()) if snapshot.n_samples else 0
     widths = max(5, len(str(snapshot.n_samples))), max(6, len(str(largest)))
     if sys.stdout.isatty():
-        yield f"{'index':>{widths[0]}}  {'tokens':>{widths[1]}}  {'superv.':>{widths[1] + 1}}  id"
+        rest = "  part:row  metadata" if long else ""
+        yield f"{'index':>{widths[0]}}  {'tokens':>{widths[1]}}  {'superv.':>{widths[1] + 1}}  id{rest}"
     for row in rows:
         counts = (
             f"{row['index']:>{widths[0]}}  {row['tokens']:>{widths[1]}}  {row['supervised_tokens']:>{widths[1] + 1}}"

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hsfmt.catalog import read_header, read_pointer
+from hsfmt.errors import HsfmtError, NotFoundError
 from hsfmt.pointer import Pointer
 from hsfmt.readers.open_snapshot import LIVE, SnapshotChoice, choose_snapshot
+from hsfmt.root import enclosing_dataset
 from hsfmt.snapshot import Snapshot, SnapshotIds
 from hsfmt.storage import Store, open_store
 
@@ -30,6 +32,29 @@ class Opened:
         return self.choice.load_ids(self.store, self.snapshot)
 
 
+def check_place(store: Store) -> None:
+    """Refuse a folder within a dataset by naming the dataset; all else that may be wrong is left to the command.
+
+    Raises
+    ------
+    NotFoundError
+        It is one.
+    """
+    if not store.is_local:
+        return
+    try:
+        read_header(store)
+    except HsfmtError as error:
+        outer = enclosing_dataset(store)
+        if outer is not None:
+            raise NotFoundError.at(
+                store.url,
+                expected="the folder of a dataset",
+                got="a folder within one",
+                remedy=f"name the dataset, which lies further up: {outer}",
+            ) from error
+
+
 def snapshot_to_read(store: Store, which: str | None) -> str | None:
     """Return the snapshot that a reader is asked for: "live" where None was said and nothing was ever sealed.
 
@@ -38,6 +63,7 @@ def snapshot_to_read(store: Store, which: str | None) -> str | None:
     NotFoundError, CorruptionError
         There is no dataset, or its header or pointer is damaged.
     """
+    check_place(store)
     read_header(store)
     return LIVE if which is None and read_pointer(store) is None else which
 

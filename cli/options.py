@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 import click
 
+from hsfmt.digests import is_digest
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 _UNITS = {"": 1, "b": 1}
@@ -35,6 +37,14 @@ def size(ctx: click.Context, param: click.Parameter, value: str) -> int:
     return n
 
 
+def fingerprint(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    """Return a snapshot's fingerprint, or live: the callback of such options."""
+    if value is None or value == "live" or is_digest(value):
+        return value
+    message = f"{value!r} is neither live nor a fingerprint like xxh3_128:<32 hex digits>, as hsfmt info shows it"
+    raise click.BadParameter(message, ctx, param)
+
+
 def json_option(function: F) -> F:
     """Add --json."""
     return click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")(function)
@@ -53,4 +63,4 @@ def workers_option(text: str) -> Callable[[F], F]:
 def snapshot_option(function: F) -> F:
     """Add --snapshot."""
     text = "A snapshot's fingerprint, or `live` for all that is committed. [default: the sealed one, else live]"
-    return click.option("--snapshot", metavar="FINGERPRINT", help=text)(function)
+    return click.option("--snapshot", metavar="FINGERPRINT", callback=fingerprint, help=text)(function)

@@ -17,7 +17,7 @@ from hsfmt.manifest import PartManifest
 from hsfmt.snapshot import Snapshot
 
 # What differs from run to run of one producer, and would keep equal ones apart.
-_PER_RUN = ("started", "host")
+_PER_RUN = ("started", "host", "command", "source_files", "source_nbytes")
 
 
 @dataclass(slots=True)
@@ -29,6 +29,7 @@ class _Sums:
     stored: int = 0
     states_raw: int = 0
     states_stored: int = 0
+    token_nbytes: int = 0
     holes: dict[str, str] = field(default_factory=dict)
     retracted: list[str] = field(default_factory=list)
     masks_given: int = 0
@@ -43,6 +44,7 @@ class _Sums:
             self.raw += raw
             if name == STATES:
                 self.states_raw += raw
+                self.token_nbytes = column.row_nbytes
                 folder = f"parts/{manifest.part}/{name}/"
                 self.states_stored += sum(entry.nbytes for entry in manifest.files if entry.path.startswith(folder))
             elif name not in CORE_COLUMNS:
@@ -94,6 +96,7 @@ def overview(opened: Opened) -> dict[str, Any]:
             "ratio": round(sums.states_raw / sums.states_stored, 4) if sums.states_stored else None,
             "raw_nbytes": sums.states_raw,
             "stored_nbytes": sums.states_stored,
+            "unserved_raw_nbytes": sums.states_raw - counts["tokens"] * sums.token_nbytes,
         },
         "stored_nbytes": sums.stored,
         "supervised_tokens": counts["supervised_tokens"],

@@ -67,19 +67,24 @@ class BarProgress(Progress):
     def __enter__(self) -> Self:
         from rich import progress
         from rich.console import Console
+        from rich.table import Column
+
+        def one_line(**options: Any) -> Column:
+            return Column(no_wrap=True, overflow="ellipsis", **options)
 
         columns = (
-            progress.TextColumn("{task.description}"),
-            progress.BarColumn(bar_width=None),
-            progress.TaskProgressColumn(),
-            progress.DownloadColumn(binary_units=True),
-            progress.TransferSpeedColumn(),
-            progress.TimeRemainingColumn(),
-            progress.TextColumn("{task.fields[note]}", markup=False),
+            progress.TextColumn("{task.description}", table_column=one_line(max_width=22)),
+            progress.BarColumn(bar_width=None, table_column=one_line(ratio=1)),
+            progress.TaskProgressColumn(table_column=one_line()),
+            progress.DownloadColumn(binary_units=True, table_column=one_line()),
+            progress.TextColumn("{task.fields[rate]}", table_column=one_line()),
+            progress.TimeRemainingColumn(compact=True, table_column=one_line()),
+            progress.TextColumn("{task.fields[note]}", markup=False, table_column=one_line(max_width=16)),
         )
-        self._bar: Any = progress.Progress(*columns, console=Console(stderr=True), transient=True)
+        self._bar: Any = progress.Progress(*columns, console=Console(stderr=True), transient=True, expand=True)
         self._bar.__enter__()
-        self._task = self._bar.add_task(self.label, total=self.total or None, note="")
+        self._task = self._bar.add_task(self.label, total=self.total or None, note="", rate="")
+        self._started = time.monotonic()
         return self
 
     def __exit__(
@@ -89,7 +94,8 @@ class BarProgress(Progress):
 
     def update(self, done: int, note: str = "") -> None:
         """Move the bar."""
-        self._bar.update(self._task, completed=done, total=self.total or None, note=note)
+        rate = f"{units.nbytes(done / max(time.monotonic() - self._started, 1e-3))}/s" if done else ""
+        self._bar.update(self._task, completed=done, total=self.total or None, note=note, rate=rate)
 
 
 def open_progress(label: str, total: int = 0, *, shown: bool) -> Progress:

@@ -15,6 +15,7 @@ from hsfmt.readers.sample_arrays import SampleArrays
 
 _BLOCK_TOKENS = 1024
 _SHOWN_IDS = 12
+_UNSCALED = "float8_e4m3fn"
 
 
 def summarize(sample: SampleArrays, layers: Sequence[int], dtype: str) -> dict[str, Any]:
@@ -27,7 +28,8 @@ def summarize(sample: SampleArrays, layers: Sequence[int], dtype: str) -> dict[s
     layers
         HF ids of its layer axis.
     dtype
-        Element type of the states. For float8_e4m3fn the figures are of the values as stored, without scales.
+        Element type of the states. For float8_e4m3fn the figures are of the values as stored, without scales, which
+        `scaled` says.
     """
     tokens = len(sample.input_ids)
     extras = {name: None if value is None else list(value.shape) for name, value in sample.extras.items()}
@@ -38,6 +40,7 @@ def summarize(sample: SampleArrays, layers: Sequence[int], dtype: str) -> dict[s
         "id": sample.sample_id,
         "layers": [_layer(sample.hidden_states[:, i], k, dtype) for i, k in enumerate(layers)],
         "metadata": sample.metadata,
+        "scaled": dtype != _UNSCALED,
         "shape": list(sample.hidden_states.shape),
         "supervised_tokens": int(np.count_nonzero(sample.loss_mask)),
         "tokens": tokens,
@@ -88,6 +91,8 @@ def text(summary: dict[str, Any], place: str) -> str:
     for layer in summary["layers"]:
         figures = "  ".join(_figure(layer[key]) for key in ("mean_abs", "rms", "max_abs"))
         table.append(f"{layer['hf_hidden_states_index']:>8}  {figures}  {layer['nonfinite']:>9,}  {layer['zeros']:>9,}")
+    if not summary["scaled"]:
+        table.append("of the float8 values as stored, not multiplied by their scales")
     rows.append(("layers", "\n".join(table)))
     return f"{one_line(summary['id'])}\n{units.aligned(rows, '  ')}"
 

@@ -8,11 +8,15 @@ from typing import Any
 
 import click
 
+from hsfmt.catalog import read_pointer
 from hsfmt.cli import units
-from hsfmt.cli.failures import dumps
+from hsfmt.cli.failures import dumps, one_line
+from hsfmt.cli.opening import check_place
 from hsfmt.cli.options import json_option
+from hsfmt.cli.warning_log import collected_warnings
 from hsfmt.errors import UsageError
 from hsfmt.sealing import Sealed, seal
+from hsfmt.storage import open_store
 
 
 @click.command()
@@ -24,19 +28,33 @@ from hsfmt.sealing import Sealed, seal
     metavar="FILE",
     help="Seal only if the samples are exactly these: an id a line, or a JSON list. - is stdin.",
 )
+@click.option(
+    "--drop-missing", is_flag=True, help="Leave out parts that are gone although the current snapshot names them."
+)
 @json_option
-def command(*, url: str, expect: int | None, expect_ids: Any, as_json: bool) -> None:
+def command(*, url: str, expect: int | None, expect_ids: Any, drop_missing: bool, as_json: bool) -> None:
     """Make all that is committed at URL the current snapshot, which readers then open.
 
-    Nothing is replaced when the samples are not the expected ones: the former snapshot stays.
+    Nothing is replaced when the samples are not the expected ones, or when parts of the current snapshot are gone: the
+    former snapshot stays.
     """
     wanted: int | Collection[str] | None = expect
     if expect_ids is not None:
         if expect is not None:
             raise UsageError.at("--expect-ids", expected="--expect or --expect-ids", got="both")
         wanted = _read_ids(expect_ids.read())
-    sealed = seal(url, expect=wanted)
-    click.echo(dumps(_as_json(url, sealed)) if as_json else _text(url, sealed))
+    store = open_store(url)
+    check_place(store)
+    pointer = read_pointer(store)
+    before = pointer.samples if pointer else None
+    with collected_warnings() as warnings:
+        sealed = seal(store, expect=wanted, drop_missing=drop_missing)
+    if as_json:
+        click.echo(dumps({**_as_json(url, sealed), "samples_before": before, "warnings": warnings}))
+    else:
+        click.echo(_text(url, sealed, before))
+    for warning in warnings:
+        click.echo(f"warning: {one_line(warning)}", err=True)
 
 
 def _read_ids(text: str) -> list[str]:
@@ -66,11 +84,13 @@ def _as_json(url: str, sealed: Sealed) -> dict[str, Any]:
     }
 
 
-def _text(url: str, sealed: Sealed) -> str:
+def _text(url: str, sealed: Sealed, before: int | None) -> str:
     counts = sealed.snapshot.counts
     parts = [units.counted(counts["samples"], "sample"), units.counted(counts["tokens"], "token")]
     parts.append(units.counted(counts["parts"], "part"))
     parts += [f"{counts[key]:,} {key}" for key in ("shadowed", "retracted", "holes") if counts[key]]
+    if before is not None and before > counts["samples"]:
+        parts.append(f"{before - counts['samples']:,} samples fewer than in the snapshot before")
     rows = [
         ("samples", ", ".join(parts)),
         ("snapshot", sealed.snapshot.fingerprint),

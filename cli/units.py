@@ -28,13 +28,13 @@ def seconds(n: float) -> str:
     return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def counted(n: int, noun: str) -> str:
+def counted(n: int, noun: str, plural: str = "") -> str:
     """Return a count with its noun, in the singular or plural.
 
     >>> counted(1, "sample"), counted(17312345, "token")
     ('1 sample', '17,312,345 tokens')
     """
-    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
+    return f"{n:,} {noun if n == 1 else plural or noun + 's'}"
 
 
 def aligned(rows: Iterable[tuple[str, str]], indent: str = "") -> str:

@@ -8,10 +8,15 @@ import click
 
 from hsfmt.cli import units
 from hsfmt.cli.failures import dumps, one_line
+from hsfmt.cli.opening import check_place
 from hsfmt.cli.options import json_option, quiet_option, workers_option
 from hsfmt.cli.progress import open_progress
 from hsfmt.readers.verification import LEVELS, Report, verify
 from hsfmt.readers.verification.tiers import Level
+from hsfmt.storage import open_store
+
+# A bar has to fit on a line of 80 characters.
+_SHOWN_NAME = 9
 
 
 @click.command()
@@ -34,15 +39,21 @@ def command(ctx: click.Context, *, url: str, level: Level, workers: int, as_json
     Exit code 1 when there is an error; warnings and infos (uncommitted parts, parts newer than the seal) leave it 0.
     """
     started = time.monotonic()
+    store = open_store(url)
+    check_place(store)
     with open_progress(f"verifying ({level})", shown=not (as_json or quiet)) as progress:
 
         def advance(done: int, total: int, what: str) -> None:
             progress.total = total
-            progress.update(done, what)
+            progress.update(done, _short(what))
 
-        report = verify(url, level=level, workers=workers, progress=advance)
+        report = verify(store, level=level, workers=workers, progress=advance)
     click.echo(dumps(report.to_json()) if as_json else _text(report, time.monotonic() - started))
     ctx.exit(0 if report.ok else 1)
+
+
+def _short(part: str) -> str:
+    return part if len(part) <= _SHOWN_NAME else f"…{part[1 - _SHOWN_NAME :]}"
 
 
 def _text(report: Report, took: float) -> str:

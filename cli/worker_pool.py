@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
-import threading
-import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context, parent_process
+from multiprocessing import get_context
 from typing import Any
 
 from hsfmt.cli.boards import ABANDON, FINISH, Board, LocalBoard, SharedBoard
 from hsfmt.cli.progress import Progress
 from hsfmt.cli.slices import Tally
 from hsfmt.errors import StorageError
+from hsfmt.worker_process import end_with_parent
 
 _POLL_SECONDS = 0.2
 _GRACE_SECONDS = 2.0  # for a slice to remove what it did not commit
@@ -30,7 +28,7 @@ _WORKER: list[tuple[Work, Board]] = []
 
 def _start_worker(work: Work, shared: Any) -> None:
     logging.getLogger("hsfmt").addHandler(logging.NullHandler())  # as in the parent
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent(_GRACE_SECONDS)
     board = SharedBoard(shared)
     signal.signal(signal.SIGTERM, lambda *_: _stop(board))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
@@ -42,15 +40,6 @@ def _stop(board: SharedBoard) -> None:
     board.stop()
     # It must not end a process that waits for work: the parent would take that for a crash before it hears of SIGTERM.
     signal.alarm(_STOP_SECONDS)
-
-
-def _end_with_parent() -> None:
-    """End this process after its parent, which the pool would wait for in vain: its queue is open in all workers."""
-    parent = parent_process()
-    if parent is not None:
-        parent.join()
-        time.sleep(_GRACE_SECONDS)
-        os._exit(1)
 
 
 def _run_in_worker(numbers: Sequence[int]) -> Tally | None:

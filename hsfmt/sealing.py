@@ -161,7 +161,7 @@ def _point_at(
             raise FormatError.at(path, expected=f"at most {tables.MAX_TABLE_NBYTES} bytes", got=f"{len(data)}")
     if (
         pointer is not None
-        and pointer.fingerprint == snapshot.fingerprint
+        and pointer == make_pointer(snapshot, len(index_file), pointer.sealed)
         and _holds(store, index_path, index_file)
         and _holds(store, ids_path, ids_file)
     ):
@@ -221,7 +221,7 @@ def _retracted_by(store: Store, fingerprint: str, *, skip_missing: bool = False)
             text = "%s: which %d samples of the missing part %s were retracted is lost with its index"
             _log.warning(text, store.url, len(rows), snapshot.parts[number].name)
             continue
-        ids |= {known[row] for row in rows}
+        ids |= {known[row] for row in rows if row < len(known)}
     return ids
 
 

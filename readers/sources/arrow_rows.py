@@ -45,7 +45,12 @@ def data_files(root: Path, present: frozenset[str]) -> list[str]:
         raise SourceError.at("state.json", expected="_data_files, each once", got=repr(names)[:200])
     for name in names:
         if name not in present:
-            raise SourceError.at("state.json", expected="names of files in its folder", got=repr(name))
+            raise SourceError.at(
+                "state.json",
+                expected="the Arrow files that it names, in its folder",
+                got=f"{name!r} missing",
+                remedy="copy the dataset again, whole",
+            )
     return names
 
 

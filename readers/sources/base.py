@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from hsfmt.errors import NotFoundError, Problem, SourceError, StorageError
-from hsfmt.readers.sources.meaning import SourceMeaning, check_against
+from hsfmt.readers.sources.meaning import SourceMeaning, check_against, check_options
+from hsfmt.readers.sources.sample_names import note_left_aside
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -134,6 +135,11 @@ class Source(ABC):
         self.notes: list[str] = []
         self._meaning: SourceMeaning | None = None
         self._list(folder)
+        claimed = {path for item in self.items for path in item.paths}
+        for file in folder.broken:
+            if file.problem is not None and file.path not in claimed:
+                self.strays.append(Stray(file.path, file.problem.got))
+        self.notes.extend(note_left_aside(self.strays))
 
     @abstractmethod
     def _list(self, folder: Folder) -> None:
@@ -156,11 +162,12 @@ class Source(ABC):
             There is no item.
         SourceError
             No item can be read; all reasons (the first 20) at once.
-        UsageError
-            The files can't be understood without something that only the user knows.
+        NotFoundError, UsageError
+            The files can't be understood without something that only the user knows, or what the user said of the
+            states (`--hidden-size`, `--model-config`) is not true of them.
         """
         if self._meaning is None:
-            self._meaning = self._first_meaning()
+            self._meaning = check_options(self._first_meaning(), self.options)
         return self._meaning
 
     def _first_meaning(self) -> SourceMeaning:
@@ -184,6 +191,8 @@ class Source(ABC):
             The sample is absent, and may be in this format.
         SourceError
             The item can't be taken as it is: damaged, of other widths, ids or dtype than the rest, misaligned.
+        UsageError
+            The item shows that the source as a whole was understood wrongly: no item of it can be trusted.
         StorageError
             The storage failed (I/O error, permission, a file that vanished): nothing that the data is to blame for.
         """

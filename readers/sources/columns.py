@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _INT64_MAX = 2**63 - 1
+CACHED_TOKENS = "seen with prefix caching, where cached tokens have no states: extract this sample again"
 
 
 def token_ids(values: NDArray[Any], where: str) -> NDArray[np.int64]:
@@ -65,7 +66,7 @@ def _one_row(values: NDArray[Any], where: str) -> NDArray[Any]:
     return row
 
 
-def check_n_tokens(n_states: int, n_tokens: int, where: str) -> None:
+def check_n_tokens(n_states: int, n_tokens: int, where: str, remedy: str = CACHED_TOKENS) -> None:
     """Refuse states and token ids of different lengths: which of them belong together is not known.
 
     Raises
@@ -78,5 +79,5 @@ def check_n_tokens(n_states: int, n_tokens: int, where: str) -> None:
             where,
             expected=f"a state for each of the {n_tokens} token ids",
             got=f"states of {n_states} tokens",
-            remedy="seen with prefix caching, where cached tokens have no states: extract this sample again",
+            remedy=remedy,
         )

@@ -50,7 +50,9 @@ def connector_entries(path: Path, where: str) -> dict[str, TensorEntry]:
         )
     if len(ids.shape) != 1:
         raise SourceError.at(f"{where}[token_ids]", expected="shape [token]", got=f"shape {list(ids.shape)}")
-    columns.check_n_tokens(states.shape[0], ids.shape[0], where)
+    layer_first = states.shape[1] == ids.shape[0]
+    remedy = "vLLM writes [token, layer, hidden], this looks like [layer, token, hidden]: who wrote it?"
+    columns.check_n_tokens(states.shape[0], ids.shape[0], where, remedy if layer_first else columns.CACHED_TOKENS)
     if fp8:
         _check_scales(entries["hidden_states_scales"], states.shape[0], where)
     return entries

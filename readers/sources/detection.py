@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from importlib import import_module
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from hsfmt.errors import HsfmtError, NotFoundError, Problem, SourceError, StorageError, UsageError
+from hsfmt.layout import ROOT_METADATA
 from hsfmt.readers.sources.connector_file import connector_entries
-from hsfmt.readers.sources.folder import Folder, list_folder
+from hsfmt.readers.sources.folder import Folder
+from hsfmt.readers.sources.listing import list_folder
 from hsfmt.readers.sources.options import SourceOptions
+from hsfmt.readers.sources.sample_names import is_torch_name
 
 if TYPE_CHECKING:
     from hsfmt.readers.sources.base import Source
@@ -26,6 +30,7 @@ _CLASSES = {
 SOURCE_NAMES = tuple(_CLASSES)
 _ROW_FILE = re.compile(r"(.*/)?hs_[0-9]+\.safetensors")
 _PEEKS = 16
+_ROOT_NBYTES = 64 << 20
 
 
 def source_class(name: str) -> type[Source]:
@@ -60,7 +65,7 @@ def find_source(
     Raises
     ------
     UsageError
-        More than one source or program may have written this, or an option is wrong; says what to type.
+        More than one source or program may have written this, or hsfmt did, or an option is wrong; says what to type.
     NotFoundError
         No folder, or nothing in it that a source reads.
     SourceError
@@ -74,6 +79,7 @@ def find_source(
     if name is not None:
         source_class(name)
     listing = list_folder(folder)
+    _refuse_datasets(listing)
     try:
         source = source_class(name or _find_name(listing))(listing, options)
     except OSError as error:
@@ -90,10 +96,32 @@ def find_source(
     return source
 
 
-def _find_name(listing: Folder) -> str:
-    from hsfmt.readers.sources.generic_pt import is_torch_name
+def _refuse_datasets(listing: Folder) -> None:
+    """Refuse a folder that is, or holds, an hsfmt dataset: its own files would be taken for samples."""
+    names = {file.path for file in listing.files}
+    holders = {f"/{path}"[: match.start()] for path in names for match in re.finditer("(?=/hsfmt/)", f"/{path}")}
+    for prefix in sorted(holders):
+        path = f"{prefix}/{ROOT_METADATA}"[1:]
+        if path not in names or not _is_dataset(listing.root / path):
+            continue
+        where = str(listing.root) + prefix
+        remedy = f"hsfmt info {where} shows it" if not prefix else "move it out of the folder that is converted"
+        raise UsageError.at(
+            where, expected="files that another program wrote", got="an hsfmt dataset already", remedy=remedy
+        )
 
-    names = [file.path for file in listing.files]
+
+def _is_dataset(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            document = json.loads(file.read(_ROOT_NBYTES))
+        return "hsfmt" in document["attributes"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return False
+
+
+def _find_name(listing: Folder) -> str:
+    names = [file.path for file in (*listing.files, *listing.broken)]
     rows = [path for path in names if _ROW_FILE.fullmatch(path)]
     arrow = "state.json" in names or any("/" not in path and path.endswith(".arrow") for path in names)
     found: list[str] = []
@@ -140,6 +168,7 @@ def _check_connector(listing: Folder, paths: list[str]) -> None:
     problems: list[Problem] = []
     for path in paths[:_PEEKS]:
         try:
+            listing.check(path)
             connector_entries(listing.root / path, path)
         except SourceError as error:
             problems.extend(error.problems)
@@ -182,6 +211,7 @@ def _peek(listing: Folder, paths: list[str]) -> Record:
     record = None
     for path in paths[:_PEEKS]:
         try:
+            listing.check(path)
             record = load_record(listing.root / path, path)
         except SourceError as error:
             problems.extend(error.problems)
@@ -200,24 +230,41 @@ def _peek(listing: Folder, paths: list[str]) -> Record:
 
 
 def _ambiguous(listing: Folder, record: Record) -> UsageError:
-    from hsfmt.readers.sources.key_sets import programs_of
+    """The error with a problem, and so a line, for each reading of the files and the options that ask for it."""
+    from hsfmt.readers.sources.key_sets import is_rows, programs_of, state_keys
 
     programs = programs_of(record)
-    commands = [
-        f"{program.name}: --from pt --map {program.key_map} --layer-ids {program.layer_ids} "
-        f"--final-norm {program.final_norm}"
-        for program in programs
-    ]
-    if not commands:
-        commands = ["--from pt --map hidden_states=KEY (or aux=KEY,last=KEY) --layer-ids IDS --final-norm NORM"]
     shapes = ", ".join(f"{key} {_shape(value)}" for key, value in sorted(record.entries.items()))
-    return UsageError.at(
-        str(listing.root),
-        expected="files whose keys say what they hold",
-        got=f"{record.where} with {shapes}; such keys are written by "
-        + (", ".join(program.name for program in programs) or "no program known here"),
-        remedy="say what they are (HF layer ids, n layers in the model):\n  " + "\n  ".join(commands),
-    )
+    known = ", ".join(program.name for program in programs) or "no program known here"
+    problems = [
+        Problem(
+            str(listing.root),
+            "files whose keys say what they hold",
+            f"{record.where} with {shapes}; such keys are written by {known}",
+            "say what they are with the options of one of the lines below (HF layer ids, n layers in the model)",
+        )
+    ]
+    for program in programs:
+        options = f"--map {program.key_map} --layer-ids {program.layer_ids} --final-norm {program.final_norm}"
+        problems.append(_choice(f"if {program.name} wrote them", options))
+    keys = sorted(state_keys(record))
+    key, others = (keys[0], "") if len(keys) == 1 else ("KEY", " --map ignore=OTHER_KEY")
+    options = f"--map hidden_states={key}{others} --layer-ids IDS --final-norm NORM"
+    if key == "KEY" or is_rows(record, key):
+        options += " --hidden-size N (to split rows of several states)"
+    problems.append(_choice("if one entry holds all layers", options))
+    if not programs:
+        options = "--map aux=KEY,last=KEY --layer-ids IDS --final-norm NORM"
+        problems.append(_choice("if the last layer has an entry of its own", options))
+    for name, value in record.entries.items():
+        if isinstance(value, dict):
+            remedy = "states in a dict are not read: save a list of [token, hidden], in the order of --layer-ids"
+            problems.append(Problem(record.at(name), "a tensor, or a list of tensors", "a dict", remedy))
+    return UsageError(problems)
+
+
+def _choice(where: str, options: str) -> Problem:
+    return Problem(where, f"--from pt {options}", "no such options")
 
 
 def _shape(value: object) -> str:

@@ -1,16 +1,14 @@
-"""What lies in a source folder: every file once, in natural order, and what a file that is no data looks like."""
+"""What lies in a source folder, in natural order, and what a file that is no data looks like."""
 
 from __future__ import annotations
 
-import os
 import re
-import stat
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from hsfmt.errors import NotFoundError, Problem, StorageError, UsageError
+from hsfmt.errors import Problem, SourceError
 from hsfmt.readers.sources.base import SourceItem, Stray
 
 _DIGITS = re.compile(r"([0-9]+)")
@@ -19,10 +17,11 @@ HEAD_NBYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A regular file: POSIX path relative to the folder, and its size in bytes."""
+    """A file: POSIX path relative to the folder, its size in bytes, and why it can't be read, if so."""
 
     path: str
     nbytes: int
+    problem: Problem | None = None
 
     @property
     def name(self) -> str:
@@ -40,13 +39,32 @@ class Folder:
         Where it is.
     files
         Its regular files, in natural order.
+    broken
+        Entries that can't be read, whatever they were meant to be: links to nothing, pipes, names that are no UTF-8.
     strays
-        Entries that no source can read: links to folders, pipes, names that are no UTF-8.
+        Entries that no source reads: hidden files, links to folders that are listed already.
     """
 
     root: Path
     files: tuple[SourceFile, ...]
+    broken: tuple[SourceFile, ...]
     strays: tuple[Stray, ...]
+
+    def select(self, is_sample: Callable[[SourceFile], bool]) -> list[SourceFile]:
+        """The files that are samples by their names, those that can't be read among them, in natural order."""
+        return sorted(filter(is_sample, (*self.files, *self.broken)), key=lambda file: natural_key(file.path))
+
+    def check(self, path: str) -> None:
+        """Refuse an entry that can't be read.
+
+        Raises
+        ------
+        SourceError
+            It is among `broken`.
+        """
+        problems = [file.problem for file in self.broken if file.path == path and file.problem is not None]
+        if problems:
+            raise SourceError(problems)
 
 
 def natural_key(path: str) -> tuple[tuple[tuple[str | int, ...], ...], str]:
@@ -68,8 +86,8 @@ def file_items(files: Iterable[SourceFile]) -> list[SourceItem]:
     claims = Counter(stem(file.path) for file in files)
     items = []
     for index, file in enumerate(files):
-        sample_id, problem = stem(file.path), None
-        if claims[sample_id] > 1:
+        sample_id, problem = stem(file.path), file.problem
+        if problem is None and claims[sample_id] > 1:
             problem = Problem(
                 file.path,
                 f"one file for the sample {sample_id}",
@@ -78,74 +96,6 @@ def file_items(files: Iterable[SourceFile]) -> list[SourceItem]:
             )
         items.append(SourceItem(file.path, index, sample_id, (file.path,), file.nbytes, problem))
     return items
-
-
-def list_folder(folder: str | os.PathLike[str]) -> Folder:
-    """List a source folder and its subfolders.
-
-    Raises
-    ------
-    NotFoundError
-        There is no such folder, or no file in it.
-    UsageError
-        It is not a folder.
-    StorageError
-        A subfolder can't be listed: its files would be left out silently.
-    """
-    root = Path(folder)
-    if not root.exists():
-        raise NotFoundError.at(str(root), expected="a folder of files to convert", got="nothing")
-    if not root.is_dir():
-        raise UsageError.at(
-            str(root), expected="a folder", got="a file", remedy=f"give the folder that it lies in: {root.parent}"
-        )
-    files: list[SourceFile] = []
-    strays: list[Stray] = []
-    try:
-        _list_into(root, "", files, strays)
-    except OSError as error:
-        where = str(error.filename or root)
-        raise StorageError.at(where, expected="a folder that can be listed", got=str(error)) from error
-    if not files and not strays:
-        raise NotFoundError.at(str(root), expected="files to convert", got="an empty folder")
-    files.sort(key=lambda file: natural_key(file.path))
-    strays.sort(key=lambda stray: natural_key(stray.path))
-    return Folder(root, tuple(files), tuple(strays))
-
-
-def _list_into(root: Path, prefix: str, files: list[SourceFile], strays: list[Stray]) -> None:
-    with os.scandir(root / prefix) as entries:
-        for entry in entries:
-            path = prefix + entry.name
-            shown = path.encode("utf-8", "backslashreplace").decode("ascii", "replace")
-            if shown != path and not _is_utf8(path):
-                strays.append(Stray(shown, "its name is not UTF-8"))
-            elif entry.is_dir(follow_symlinks=False):
-                _list_into(root, path + "/", files, strays)
-            else:
-                _take_entry(entry, path, files, strays)
-
-
-def _take_entry(entry: os.DirEntry[str], path: str, files: list[SourceFile], strays: list[Stray]) -> None:
-    try:
-        status = entry.stat()
-    except FileNotFoundError:
-        strays.append(Stray(path, "a link to nothing"))
-        return
-    if stat.S_ISREG(status.st_mode):
-        files.append(SourceFile(path, status.st_size))
-    elif stat.S_ISDIR(status.st_mode):
-        strays.append(Stray(path, "a link to a folder, which is not followed"))
-    else:
-        strays.append(Stray(path, "neither a file nor a folder"))
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def describe_foreign(head: bytes, nbytes: int) -> str | None:

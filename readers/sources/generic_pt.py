@@ -1,7 +1,8 @@
 """Source `pt`: any folder of `.pt`, `.ckpt` or `.pth` files with one sample each, as server-side patches dump them.
 
 A file is a dict (or a list of one dict) with token ids and states: all layers in one entry as a list of [T, H], as
-[T, L, H] or as [T, L*H], or the last one apart; a batch axis of 1 is dropped. `--map` names other keys.
+[T, L, H], [L, T, H] or [T, L*H], or the last one apart; a batch axis of 1 is dropped. `--map` names other keys.
+Which of three axes counts the layers is one thing for the folder, and known from a sample with L != T.
 Such files say neither which layers they hold nor what happened to the last one: the user does.
 
 Sample id: the file's path below the folder without its extension. Two files of one id are both refused.
@@ -9,20 +10,19 @@ Sample id: the file's path below the folder without its extension. Two files of 
 
 from __future__ import annotations
 
-import re
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from hsfmt.errors import Problem, SourceError, UsageError
 from hsfmt.readers.sources.base import Source, SourceItem, SourceSample, Stray, SupportFile
-from hsfmt.readers.sources.folder import file_items, stem
+from hsfmt.readers.sources.folder import file_items
 from hsfmt.readers.sources.meaning import SourceMeaning
+from hsfmt.readers.sources.sample_names import SIDE_FILES, TORCH_SUFFIXES, is_torch_name, stray_reason
 
 if TYPE_CHECKING:
     from hsfmt.readers.sources.folder import Folder
     from hsfmt.readers.sources.options import KeyMap
+    from hsfmt.readers.sources.torch_record import Record
 
-SUFFIXES = (".pt", ".ckpt", ".pth")
-SIDE_FILES = {"token_freq.pt": "token_freq", "vocab_mapping.pt": "vocab_mapping", "d2t.pt": "d2t", "t2d.pt": "t2d"}
-_CHECKPOINT = re.compile(r"(optimizer|scheduler|trainer_state|training_state|rng_state.*|scaler)\.(pt|pth|ckpt)")
 LAYERS_FROM = (
     "they are in the program or patch that wrote the files; count like HF hidden_states: 0 is the embeddings, "
     "k the state after k layers, n after the last (a program's 'output of layer i' is i + 1)"
@@ -33,16 +33,6 @@ FINAL_NORM_FROM = (
 )
 
 
-def is_torch_name(name: str) -> bool:
-    """Whether a file is read as a sample by its name."""
-    return (
-        name.endswith(SUFFIXES)
-        and not name.startswith(".")
-        and name not in SIDE_FILES
-        and _CHECKPOINT.fullmatch(name) is None
-    )
-
-
 class GenericPtSource(Source):
     """A folder of torch.save dumps, one sample a file."""
 
@@ -51,30 +41,49 @@ class GenericPtSource(Source):
 
     def _list(self, folder: Folder) -> None:
         self._roles: KeyMap | None = None
-        self.items = file_items(file for file in folder.files if is_torch_name(file.name))
-        sample_ids = {item.sample_id for item in self.items}
+        self._orientation: str | None = None
+        self._ambiguous: Problem | None = None
+        self.items = file_items(folder.select(lambda file: is_torch_name(file.name)))
+        samples = {item.key for item in self.items}
         for file in folder.files:
             if is_torch_name(file.name):
                 continue
             if file.name in SIDE_FILES:
                 self.support.append(SupportFile(file.path, SIDE_FILES[file.name]))
             else:
-                self.strays.append(Stray(file.path, _stray_reason(file.path, sample_ids)))
+                otherwise = f"not a {', '.join(TORCH_SUFFIXES)} file"
+                self.strays.append(Stray(file.path, stray_reason(file.path, otherwise, samples)))
+
+    def _first_meaning(self) -> SourceMeaning:
+        try:
+            return super()._first_meaning()
+        except SourceError as error:
+            if self._ambiguous is None:
+                raise
+            raise UsageError.at(
+                str(self.root),
+                expected="a sample with more or fewer tokens than layers, which shows the order of the axes",
+                got=f"none among the readable ones: {self._ambiguous.where} has {self._ambiguous.got}",
+                remedy="save the states as a list of [token, hidden], one a layer, or add a sample of another length",
+            ) from error
 
     def _look(self, item: SourceItem) -> SourceMeaning:
-        from hsfmt.readers.sources.torch_record import load_record, resolve_roles, state_blocks, token_ids
+        from hsfmt.readers.sources import torch_record
 
-        record = load_record(self.root / item.key, item.key)
-        roles = resolve_roles(record, self.options.key_map)
-        blocks = state_blocks(
-            record,
-            roles,
-            len(token_ids(record, roles)),
-            hidden_size=self.options.hidden_size,
-            n_layers=len(self.options.layer_ids) if self.options.layer_ids else None,
-        )
-        self._roles = roles
+        record = torch_record.load_record(self.root / item.key, item.key)
+        roles = torch_record.resolve_roles(record, self.options.key_map)
+        n_tokens = len(torch_record.token_ids(record, roles))
+        width = torch_record.check_width(record, roles, n_tokens, self.options.state_width())
+        try:
+            orientation = torch_record.orientation(record, roles, n_tokens)
+        except torch_record.AmbiguousOrientationError as error:
+            self._ambiguous = self._ambiguous or error.problems[0]
+            raise
+        layer_first = orientation == torch_record.LAYER_FIRST
+        blocks = torch_record.state_blocks(record, roles, n_tokens, hidden_size=width, layer_first=layer_first)
+        self._roles, self._orientation = roles, orientation
         keys = [roles.hidden_states] if roles.hidden_states else [roles.aux, roles.last]
+        producer: dict[str, Any] = {"source_format": "pt", "source_keys": [key for key in keys if key]}
         return SourceMeaning(
             hidden_size=blocks[0].shape[2],
             n_layers=sum(block.shape[1] for block in blocks),
@@ -83,21 +92,46 @@ class GenericPtSource(Source):
             layers_from=LAYERS_FROM,
             final_norm=None,
             final_norm_from=FINAL_NORM_FROM,
-            producer={"source_format": "pt", "source_keys": [key for key in keys if key]},
+            producer=producer | ({"layout": "layer-first"} if layer_first else {}),
         )
 
     def _load(self, item: SourceItem) -> SourceSample:
-        from hsfmt.readers.sources.torch_record import load_record, read_sample
+        from hsfmt.readers.sources.torch_record import LAYER_FIRST, load_record, read_sample
 
         hidden_size = self.meaning().hidden_size
         assert self._roles is not None
-        return read_sample(load_record(self.root / item.key, item.key), self._roles, item.sample_id, hidden_size)
+        record = load_record(self.root / item.key, item.key)
+        self._check_orientation(record)
+        layer_first = self._orientation == LAYER_FIRST
+        return read_sample(record, self._roles, item.sample_id, hidden_size, layer_first=layer_first)
 
+    def _check_orientation(self, record: Record) -> None:
+        """Refuse the whole source if this sample has its axes in another order: then those of L == T are in doubt."""
+        from hsfmt.readers.sources import torch_record
 
-def _stray_reason(path: str, sample_ids: set[str]) -> str:
-    if path.endswith(".gz"):
-        twin = stem(stem(path)) in sample_ids
-        return "the compressed twin of a file that is there too" if twin else "compressed: unpack it first (gunzip)"
-    if _CHECKPOINT.fullmatch(path.rpartition("/")[2]):
-        return "the state of a training run"
-    return f"not a {', '.join(SUFFIXES)} file"
+        meaning, roles = self.meaning(), self._roles
+        assert roles is not None
+        n_tokens = len(torch_record.token_ids(record, roles))
+        try:
+            found = torch_record.orientation(record, roles, n_tokens)
+        except torch_record.AmbiguousOrientationError:
+            if self._orientation is None:
+                raise
+            return
+        usual = self._orientation or torch_record.TOKEN_FIRST
+        if found in (None, usual):
+            return
+        layer_first = found == torch_record.LAYER_FIRST
+        try:
+            blocks = torch_record.state_blocks(
+                record, roles, n_tokens, hidden_size=meaning.hidden_size, layer_first=layer_first
+            )
+        except SourceError:
+            return  # one bad file, as loading it says
+        if sum(block.shape[1] for block in blocks) == meaning.n_layers:
+            raise UsageError.at(
+                record.where,
+                expected=f"states {usual} as in the source's first readable file",
+                got=str(found),
+                remedy="convert each kind from a folder of its own",
+            )

@@ -71,12 +71,15 @@ def says_all_layers(record: Record) -> bool:
     """Whether `hidden_states` is the one entry with states and its rank shows the layers: a list or [T, L, H]."""
     if state_keys(record) != {"hidden_states"}:
         return False
-    states = record.entries["hidden_states"]
-    if not is_tensor(states):
-        return True
+    return not is_rows(record, "hidden_states")
+
+
+def is_rows(record: Record, key: str) -> bool:
+    """Whether an entry is one tensor with a row a token, [T, W], which may be one state or several side by side."""
+    states = record.entries[key]
     ids = record.entries.get("input_ids", record.entries.get("token_ids"))
     n_tokens = ids.numel() if is_tensor(ids) else len(ids) if isinstance(ids, list | tuple) else 0
-    return batched(states, n_tokens).ndim == 3
+    return is_tensor(states) and batched(states, n_tokens).ndim != 3
 
 
 def programs_of(record: Record) -> tuple[Program, ...]:

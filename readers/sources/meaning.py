@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hsfmt.readers.sources.base import SourceSample
+    from hsfmt.readers.sources.options import SourceOptions
 
 FP8_SCALING = {"column": "hidden_states_scale", "rule": "bfloat16_product"}
 
@@ -40,6 +41,8 @@ class SourceMeaning:
         Name of the model, where the source has it.
     producer
         JSON facts about who wrote the files.
+    model_layers
+        Decoder layers of the model, where its config was given: no layer id can be larger.
     """
 
     hidden_size: int
@@ -52,6 +55,37 @@ class SourceMeaning:
     scaling: dict[str, str] | None = None
     model: str | None = None
     producer: dict[str, Any] = field(default_factory=dict)
+    model_layers: int | None = None
+
+
+def check_options(meaning: SourceMeaning, options: SourceOptions) -> SourceMeaning:
+    """Hold what the user said of the states to the files; return the meaning with the model's number of layers.
+
+    Raises
+    ------
+    NotFoundError
+        The model's config is not there.
+    UsageError
+        `--hidden-size` or the config has another width, or the config fewer layers than the source says; all at once.
+    """
+    problems = []
+    width = f"{meaning.hidden_size}, the width of the states in these files"
+    if options.hidden_size not in (None, meaning.hidden_size):
+        problems.append(Problem("--hidden-size", width, str(options.hidden_size)))
+    model = options.model()
+    if model is None:
+        n_layers = None
+    else:
+        n_layers = model.n_layers
+        other = "is it the config of the model that made the states?"
+        if model.hidden_size != meaning.hidden_size:
+            problems.append(Problem(f"{model.where} [hidden_size]", width, str(model.hidden_size), other))
+        if meaning.layers is not None and meaning.layers[-1] > n_layers:
+            expected = f"at least {meaning.layers[-1]} layers ({meaning.layers_from})"
+            problems.append(Problem(f"{model.where} [num_hidden_layers]", expected, str(n_layers), other))
+    if problems:
+        raise UsageError(problems)
+    return replace(meaning, model_layers=n_layers)
 
 
 def check_against(meaning: SourceMeaning, sample: SourceSample, key: str) -> None:
@@ -89,7 +123,7 @@ def settle_layers(meaning: SourceMeaning, layer_ids: Sequence[int] | None) -> tu
     Raises
     ------
     UsageError
-        Neither says it, they contradict each other, or their number or order does not fit the files.
+        Neither says it, they contradict each other, or their number or order does not fit the files or the model.
     """
     if layer_ids is None and meaning.layers is None:
         raise UsageError.at(
@@ -110,6 +144,13 @@ def settle_layers(meaning: SourceMeaning, layer_ids: Sequence[int] | None) -> tu
         )
     if any(b <= a for a, b in pairwise(given)) or given[0] < 0:
         raise UsageError.at(where, expected="strictly ascending ids from 0 on", got=_ids(given))
+    if meaning.model_layers is not None and given[-1] > meaning.model_layers:
+        raise UsageError.at(
+            where,
+            expected=f"ids up to {meaning.model_layers}, the model's number of layers (--model-config)",
+            got=_ids(given),
+            remedy="0 is the embeddings, k the state after k layers",
+        )
     if meaning.layers is not None and given != meaning.layers:
         raise UsageError.at(
             where,

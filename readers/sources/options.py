@@ -48,11 +48,11 @@ class SourceOptions:
     key_map
         `--map`.
     hidden_size
-        `--hidden-size`: width of one state, where states lie side by side in one row.
+        `--hidden-size`: width of one state. States that lie side by side in one row are split by it.
     layer_ids
-        `--layer-ids`; here only their number is used, to split such rows.
+        `--layer-ids`, for `settle_layers`. Their number is no evidence of a width: a wrong one would fit as well.
     model_config
-        `--model-config`: the model's config.json or its folder.
+        `--model-config`: the model's config.json or its folder. It gives the width too, and checks layers and width.
     """
 
     key_map: KeyMap = field(default_factory=KeyMap)
@@ -60,8 +60,19 @@ class SourceOptions:
     layer_ids: tuple[int, ...] | None = None
     model_config: str | None = None
 
-    def model_layers(self) -> int | None:
-        """Number of decoder layers of the model, from its config; None when no config was given.
+    def state_width(self) -> int | None:
+        """Width of one state, as far as the user said it.
+
+        Raises
+        ------
+        NotFoundError, UsageError
+            The config is not there, or does not say.
+        """
+        model = self.model()
+        return self.hidden_size or (model.hidden_size if model else None)
+
+    def model(self) -> ModelShape | None:
+        """Layers and width of the model, from its config; None when no config was given.
 
         Raises
         ------
@@ -72,27 +83,51 @@ class SourceOptions:
             return None
         path = Path(self.model_config)
         path = path / "config.json" if path.is_dir() else path
-        config = _read_config(path)
-        text = config.get("text_config")
-        for part in (config, text if isinstance(text, dict) else {}):
-            n_layers = part.get("num_hidden_layers")
-            if isinstance(n_layers, int) and not isinstance(n_layers, bool) and 0 < n_layers < 100_000:
-                return n_layers
-        raise UsageError.at(str(path), expected="num_hidden_layers, a number", got="none")
+        where = f"--model-config {path}"
+        config = _read_config(path, where)
+        return ModelShape(where, _number(config, "num_hidden_layers", where), _number(config, "hidden_size", where))
+
+    def model_layers(self) -> int | None:
+        """Number of decoder layers of the model, as `model` has it."""
+        model = self.model()
+        return None if model is None else model.n_layers
 
 
-def _read_config(path: Path) -> Mapping[str, Any]:
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What a model's config says: decoder layers, and width of one state; `where` it does, for messages."""
+
+    where: str
+    n_layers: int
+    hidden_size: int
+
+
+def _number(config: Mapping[str, Any], name: str, where: str) -> int:
+    text = config.get("text_config")
+    # In a model of several parts, the states are those of the language model.
+    for part in (text if isinstance(text, dict) else {}, config):
+        number = part.get(name)
+        if isinstance(number, int) and not isinstance(number, bool) and 0 < number < 10_000_000:
+            return number
+    raise UsageError.at(
+        where, expected=f"{name}, a number", got="none", remedy="give the config.json of the model that made the states"
+    )
+
+
+def _read_config(path: Path, where: str) -> Mapping[str, Any]:
     try:
         with path.open("rb") as file:
             data = file.read(_CONFIG_NBYTES)
     except OSError as error:
-        raise NotFoundError.at(str(path), expected="a model's config.json", got=str(error)) from error
+        raise NotFoundError.at(
+            where, expected="a model's config.json, or its folder", got=error.strerror or str(error)
+        ) from error
     try:
         config = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise UsageError.at(str(path), expected="a JSON document", got=str(error)) from error
+        raise UsageError.at(where, expected="a JSON document", got=str(error)) from error
     if not isinstance(config, dict):
-        raise UsageError.at(str(path), expected="a JSON object", got=type(config).__name__)
+        raise UsageError.at(where, expected="a JSON object", got=type(config).__name__)
     return config
 
 

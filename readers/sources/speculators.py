@@ -15,6 +15,7 @@ from hsfmt.errors import Problem, SourceError
 from hsfmt.readers.sources import connector_file
 from hsfmt.readers.sources.arrow_rows import ArrowRows, data_files
 from hsfmt.readers.sources.base import Source, SourceItem, SourceSample, Stray, SupportFile
+from hsfmt.readers.sources.sample_names import stray_reason
 
 if TYPE_CHECKING:
     from hsfmt.readers.sources.folder import Folder, SourceFile
@@ -45,7 +46,7 @@ class SpeculatorsSource(Source):
         self._rows = ArrowRows([self.root / name for name in names])
         states: dict[int, SourceFile] = {}
         locks: dict[str, SourceFile] = {}
-        for file in folder.files:
+        for file in folder.select(lambda file: file.problem is None or _STATES.fullmatch(file.path) is not None):
             match = _STATES.fullmatch(file.path)
             if match:
                 states[int(match[1])] = file
@@ -73,7 +74,7 @@ class SpeculatorsSource(Source):
             if pattern.fullmatch(path):
                 self.support.append(SupportFile(path, role))
                 return
-        self.strays.append(Stray(path, "no part of a speculators dataset"))
+        self.strays.append(Stray(path, stray_reason(path, "no part of a speculators dataset")))
 
     def _item(self, row: int, path: str, files: list[SourceFile]) -> SourceItem:
         problem = None
@@ -93,6 +94,8 @@ class SpeculatorsSource(Source):
                 "no file: the row was skipped or failed when states were generated",
                 "run generate-offline-data again to fill it",
             )
+        else:
+            problem = files[0].problem
         paths = tuple(file.path for file in files)
         return SourceItem(path, row, f"hs_{row}", paths, sum(file.nbytes for file in files), problem, normal)
 

@@ -19,6 +19,7 @@ from hsfmt.readers.sources.base import Source, SourceItem, SourceSample, Stray, 
 from hsfmt.readers.sources.folder import file_items
 from hsfmt.readers.sources.meaning import SourceMeaning
 from hsfmt.readers.sources.options import KeyMap
+from hsfmt.readers.sources.sample_names import stray_reason
 
 if TYPE_CHECKING:
     from hsfmt.readers.sources.folder import Folder
@@ -52,7 +53,7 @@ class SpeculatorsPtSource(Source):
     def _list(self, folder: Folder) -> None:
         self._config: dict[str, Any] = {}
         self._lengths: dict[str, dict[str, Any]] = {}
-        self.items = file_items(file for file in folder.files if DATA.fullmatch(file.name))
+        self.items = file_items(folder.select(lambda file: DATA.fullmatch(file.name) is not None))
         for file in folder.files:
             if DATA.fullmatch(file.name):
                 continue
@@ -60,12 +61,14 @@ class SpeculatorsPtSource(Source):
                 self.support.append(SupportFile(file.path, _SUPPORT[file.name]))
                 self._read_support(file.path, file.name)
             else:
-                self.strays.append(Stray(file.path, "no data_{i}.pt or data_{i}.ckpt"))
+                reason = stray_reason(file.path, "no data_{i}.pt or data_{i}.ckpt", {item.key for item in self.items})
+                self.strays.append(Stray(file.path, reason))
         for name in ("token_freq.pt", "d2t.npy", "t2d.npy"):
             beside = any(support.path == name for support in self.support)
             if not beside and self._config_path == CONFIG and (self.root.parent / name).is_file():
                 self.support.append(SupportFile(f"../{name}", _SUPPORT[name]))
         self._note_known_bug()
+        self._note_gaps()
 
     def _read_support(self, path: str, name: str) -> None:
         if name == LENGTHS:
@@ -89,6 +92,22 @@ class SpeculatorsPtSource(Source):
                 f"speculators 0.4 with --batch-size {size[1]} gave loss masks to other samples of the batch (it sorted "
                 "request numbers as text); the lengths are checked, but masks of equal length can't be told apart"
             )
+
+    def _note_gaps(self) -> None:
+        """Say which numbers have no file: they count up from 0 in each folder, and sample_lengths.json has them."""
+        found: dict[str, set[int]] = {}
+        for item in self.items:
+            folder, name = _split(item.key)
+            found.setdefault(folder, set()).add(int(_number(name)))
+        for folder, numbers in found.items():
+            expected = set(range(max(numbers))) | {
+                int(key) for key in self._lengths.get(folder, {}) if key.isascii() and key.isdigit()
+            }
+            gaps = sorted(expected - numbers)
+            if gaps:
+                shown = ", ".join(map(str, gaps[:10])) + (" …" if len(gaps) > 10 else "")
+                where = f" in {folder}" if folder else ""
+                self.notes.append(f"the numbers of data_{{i}}{where} have gaps, {len(gaps)} without a file: {shown}")
 
     def _look(self, item: SourceItem) -> SourceMeaning:
         from hsfmt.readers.sources.torch_record import load_record, state_blocks, token_ids
@@ -154,12 +173,20 @@ class SpeculatorsPtSource(Source):
 
         record = load_record(self.root / item.key, item.key)
         sample = read_sample(record, _roles(record), item.sample_id, self.meaning().hidden_size)
-        folder, _, name = item.key.rpartition("/")
-        lengths = self._lengths.get(folder + "/" if folder else "", {})
-        known = lengths.get(name.removeprefix("data_").rpartition(".")[0])
+        folder, name = _split(item.key)
+        known = self._lengths.get(folder, {}).get(_number(name))
         if known not in (None, len(sample.input_ids)):
             raise SourceError.at(item.key, expected=f"{known} tokens as {LENGTHS} says", got=str(len(sample.input_ids)))
         return sample
+
+
+def _split(path: str) -> tuple[str, str]:
+    folder, slash, name = path.rpartition("/")
+    return folder + slash, name
+
+
+def _number(name: str) -> str:
+    return name.removeprefix("data_").rpartition(".")[0]
 
 
 def _roles(record: Record) -> KeyMap:

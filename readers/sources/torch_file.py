@@ -56,7 +56,9 @@ def load_torch_file(path: Path, where: str) -> tuple[Any, int]:
         storage_sizes = check_zip(path, where)
     elif not (head[:1] == b"\x80" and head[2:].startswith(_LEGACY_MAGIC)):
         got = "a plain pickle, which is never loaded" if head[:1] == b"\x80" else f"bytes that begin with {head[:8]!r}"
-        raise SourceError.at(where, expected="a PyTorch file", got=got)
+        raise SourceError.at(
+            where, expected="a PyTorch file", got=f"{nbytes} bytes that torch.save did not write: {got}"
+        )
     try:
         value = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except (OSError, MemoryError):
@@ -121,9 +123,11 @@ def check_zip(path: Path, where: str) -> list[int]:
     except (zipfile.BadZipFile, NotImplementedError, EOFError, ValueError, zlib.error) as error:
         if isinstance(error, SourceError):
             raise
-        raise SourceError.at(
-            where, expected="a whole PyTorch file (zip)", got=f"one that is truncated or damaged: {error}"
-        ) from error
+        # zipfile's own words for a missing end are that this is no zip file, which its beginning denies.
+        end = "its end is missing" if str(error) == "File is not a zip file" else str(error)
+        got = f"{path.stat().st_size} bytes that are truncated or damaged: {end}"
+        remedy = "copy the file again or extract the sample again"
+        raise SourceError.at(where, expected="a whole PyTorch file", got=got, remedy=remedy) from error
     return [member.file_size for member in members if _STORAGE.search(member.filename)]
 
 

@@ -27,6 +27,12 @@ if TYPE_CHECKING:
     from hsfmt.readers.sources.options import KeyMap
 
 _METADATA_NBYTES = 64 << 10
+TOKEN_FIRST = "[token, layer, hidden]"
+LAYER_FIRST = "[layer, token, hidden]"
+
+
+class AmbiguousOrientationError(SourceError):
+    """A record with as many tokens as layers, whose axes can't be told apart without other records."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +76,12 @@ def load_record(path: Path, where: str) -> Record:
     if isinstance(value, list | tuple) and len(value) == 1:
         value = value[0]
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        raise SourceError.at(where, expected="a dict of one sample, with names as keys", got=_kind(value))
+        raise SourceError.at(
+            where,
+            expected="a dict of one sample, with names as keys",
+            got=_kind(value),
+            remedy="save {'input_ids': ids, 'hidden_states': [a tensor [token, hidden] for each layer]}",
+        )
     entries = {key: entry for key, entry in value.items() if entry is not None}
     return Record(where, entries, tuple(key for key, entry in value.items() if entry is None), nbytes)
 
@@ -127,22 +138,105 @@ def token_ids(record: Record, roles: KeyMap) -> Any:
     return columns.token_ids(row_values(record.entry(key), record.at(key), record.nbytes), record.at(key))
 
 
+def check_width(record: Record, roles: KeyMap, n_tokens: int, stated: int | None) -> int | None:
+    """Say by which width rows [T, L*H] of several states are split, None where the shapes themselves show it.
+
+    Parameters
+    ----------
+    stated
+        Width that the user gives. The number of layers is no evidence: a wrong one divides the rows as well.
+
+    Raises
+    ------
+    SourceError
+        The states are no tensors.
+    UsageError
+        Nothing says how wide one state is, or what the user says does not divide the rows.
+    """
+    key = roles.hidden_states or roles.aux
+    if key is None or roles.last is not None:
+        return None
+    value = record.entry(key)
+    if isinstance(value, list | tuple | dict):
+        return stated
+    rows = batched(check_tensor(value, record.at(key), record.nbytes), n_tokens)
+    if rows.ndim != 2:
+        return None
+    width = int(rows.shape[1])
+    if stated is None:
+        raise UsageError.at(
+            record.at(key),
+            expected="to know how wide one state is, to split rows of several layers",
+            got=f"rows of width {width} in all",
+            remedy="give --hidden-size (hidden_size in the model's config.json), or that file with --model-config",
+        )
+    if width % stated:
+        raise UsageError.at(
+            record.at(key),
+            expected=f"rows of several states of width {stated}, as --hidden-size or --model-config says",
+            got=f"rows of width {width} in all",
+            remedy="give the hidden_size of the model that made the states",
+        )
+    return stated
+
+
+def orientation(record: Record, roles: KeyMap, n_tokens: int) -> str | None:
+    """Say which axis of the record's states counts tokens, as far as that can be seen; `last` has one layer anyway.
+
+    Returns
+    -------
+    str or None
+        `TOKEN_FIRST` for [token, layer, hidden], `LAYER_FIRST` for [layer, token, hidden]; None where there is no tensor
+        of three axes, or none whose first two are of use.
+
+    Raises
+    ------
+    AmbiguousOrientationError
+        There are as many tokens as layers.
+    SourceError
+        Both kinds are in one entry, or the states are no tensors.
+    """
+    key = roles.hidden_states or roles.aux
+    value = record.entry(key) if key is not None else None
+    if key is None or isinstance(value, dict):
+        return None
+    where = record.at(key)
+    pieces = value if isinstance(value, list | tuple) else [value]
+    tensors = [batched(check_tensor(piece, where, record.nbytes), n_tokens) for piece in pieces]
+    # [1, 1, H] reads the same both ways.
+    shapes = [tuple(tensor.shape[:2]) for tensor in tensors if tensor.ndim == 3 and tuple(tensor.shape[:2]) != (1, 1)]
+    found = {TOKEN_FIRST for a, b in shapes if a == n_tokens != b} | {
+        LAYER_FIRST for a, b in shapes if a != n_tokens == b
+    }
+    if len(found) > 1:
+        raise SourceError.at(where, expected="one order of the axes", got=f"{TOKEN_FIRST} and {LAYER_FIRST}")
+    if found:
+        return found.pop()
+    if (n_tokens, n_tokens) in shapes:
+        raise AmbiguousOrientationError.at(
+            where,
+            expected=f"{TOKEN_FIRST} or {LAYER_FIRST}, told apart by their lengths",
+            got=f"as many layers as tokens: shape {[*shapes[0], tensors[0].shape[-1]]}",
+        )
+    return None
+
+
 def state_blocks(
-    record: Record, roles: KeyMap, n_tokens: int, *, hidden_size: int | None, n_layers: int | None = None
+    record: Record, roles: KeyMap, n_tokens: int, *, hidden_size: int | None, layer_first: bool = False
 ) -> list[torch.Tensor]:
     """Views [token, layers, hidden] of the record's states, in file order with the last state last.
 
     Parameters
     ----------
-    hidden_size, n_layers
-        Width of a state and number of states, as far as they are known: rows [T, L*H] are split by them.
+    hidden_size
+        Width of a state, by which rows [T, L*H] are split; None where each row is one state, or `last` says it.
+    layer_first
+        Tensors of three axes are [layer, token, hidden].
 
     Raises
     ------
     SourceError
         Shapes, lengths or widths that do not go together.
-    UsageError
-        Rows [T, W] without anything that says how wide one state is.
     """
     last: list[torch.Tensor] = []
     if roles.last is not None:
@@ -155,27 +249,15 @@ def state_blocks(
     key = roles.hidden_states or roles.aux
     if key is None:
         return last
-    value = record.entry(key)
-    if hidden_size is None and is_tensor(value):
-        hidden_size = _hidden_size(record, key, n_tokens, n_layers)
-    return split_layers(value, n_tokens, hidden_size, record.at(key), record.nbytes) + last
-
-
-def _hidden_size(record: Record, key: str, n_tokens: int, n_layers: int | None) -> int | None:
-    rows = batched(check_tensor(record.entries[key], record.at(key), record.nbytes), n_tokens)
-    if rows.ndim != 2:
-        return None
-    if n_layers is not None and rows.shape[1] % n_layers == 0:
-        return int(rows.shape[1]) // n_layers
-    raise UsageError.at(
-        record.at(key),
-        expected="to know how wide one state is, to split rows of several layers",
-        got=f"rows of width {rows.shape[1]}",
-        remedy="give --hidden-size (hidden_size in the model's config.json), or --layer-ids with every stored layer",
+    states = split_layers(
+        record.entry(key), n_tokens, hidden_size, record.at(key), record.nbytes, layer_first=layer_first
     )
+    return states + last
 
 
-def read_sample(record: Record, roles: KeyMap, sample_id: str, hidden_size: int) -> SourceSample:
+def read_sample(
+    record: Record, roles: KeyMap, sample_id: str, hidden_size: int, *, layer_first: bool = False
+) -> SourceSample:
     """Copy a sample out of a record.
 
     Raises
@@ -185,7 +267,7 @@ def read_sample(record: Record, roles: KeyMap, sample_id: str, hidden_size: int)
     """
     input_ids = token_ids(record, roles)
     n_tokens = len(input_ids)
-    blocks = state_blocks(record, roles, n_tokens, hidden_size=hidden_size)
+    blocks = state_blocks(record, roles, n_tokens, hidden_size=hidden_size, layer_first=layer_first)
     mask = None
     if roles.loss_mask is not None:
         values = row_values(record.entry(roles.loss_mask), record.at(roles.loss_mask), record.nbytes)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from hsfmt.errors import SourceError
+from hsfmt.readers.sources import columns
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -77,16 +78,20 @@ def row_values(value: Any, where: str, file_nbytes: int) -> NDArray[Any]:
 
 
 def batched(tensor: torch.Tensor, n_tokens: int) -> torch.Tensor:
-    """Drop a leading batch axis of 1: [1, token, …]."""
+    """Drop a batch axis of 1: [1, token, …], or [layer, 1, token, hidden] as stacked layers have it."""
+    if tensor.ndim == 4 and 1 in tensor.shape[:2]:
+        tensor = tensor.squeeze(0 if tensor.shape[0] == 1 else 1)
     # With one token, [1, 1, W] may be [token, layer, hidden] just as well: both read the same once W is split.
-    is_batch = tensor.ndim >= 3 and tensor.shape[0] == 1 and (n_tokens != 1 or tensor.shape[1] == 1)
+    is_batch = tensor.ndim == 3 and tensor.shape[0] == 1 and (n_tokens != 1 or tensor.shape[1] == 1)
     return tensor[0] if is_batch else tensor
 
 
 def split_layers(
-    value: Any, n_tokens: int, hidden_size: int | None, where: str, file_nbytes: int
+    value: Any, n_tokens: int, hidden_size: int | None, where: str, file_nbytes: int, *, layer_first: bool = False
 ) -> list[torch.Tensor]:
     """Views [token, layers, hidden] of an entry: a list of [T, H], or [T, L, H], or [T, L*H], batched or not.
+
+    With `layer_first`, tensors of three axes are [L, T, H] instead.
 
     Raises
     ------
@@ -99,9 +104,9 @@ def split_layers(
     blocks = []
     for i, piece in enumerate(pieces):
         name = f"{where}[{i}]" if isinstance(value, list | tuple) else where
-        tensor = batched(check_tensor(piece, name, file_nbytes), n_tokens)
-        if tensor.dtype not in STATE_DTYPES:
-            raise SourceError.at(name, expected="bfloat16, float16 or float32 states", got=str(tensor.dtype))
+        tensor = batched(_check_states(piece, name, file_nbytes), n_tokens)
+        if layer_first and tensor.ndim == 3:
+            tensor = tensor.transpose(0, 1)
         if tensor.ndim not in (2, 3) or 0 in tensor.shape[1:]:
             raise SourceError.at(
                 name, expected="shape [token, hidden] or [token, layer, hidden]", got=f"shape {list(piece.shape)}"
@@ -111,7 +116,7 @@ def split_layers(
                 name,
                 expected=f"a state for each of the {n_tokens} token ids",
                 got=f"{tensor.shape[0]} tokens, shape {list(piece.shape)}",
-                remedy="seen with prefix caching, where cached tokens have no states: extract this sample again",
+                remedy=_length_remedy(tensor, len(pieces), n_tokens),
             )
         if tensor.ndim == 2:
             width = tensor.shape[1]
@@ -121,6 +126,28 @@ def split_layers(
             tensor = tensor.view(n_tokens, width // unit, unit)
         blocks.append(tensor)
     return blocks
+
+
+def _check_states(value: Any, where: str, file_nbytes: int) -> torch.Tensor:
+    if isinstance(value, dict):
+        raise SourceError.at(
+            where,
+            expected="a tensor, or a list of tensors, one a layer",
+            got=f"a dict with the keys {', '.join(map(str, list(value)[:8]))}",
+            remedy="save the layers as a list of [token, hidden], in the order of --layer-ids",
+        )
+    tensor = check_tensor(value, where, file_nbytes)
+    if tensor.dtype not in STATE_DTYPES:
+        raise SourceError.at(where, expected="bfloat16, float16 or float32 states", got=str(tensor.dtype))
+    return tensor
+
+
+def _length_remedy(tensor: torch.Tensor, n_pieces: int, n_tokens: int) -> str:
+    if tensor.ndim == 3 and tensor.shape[1] == n_tokens:
+        return "the axes of layers and tokens are not where this source has them: save it again with [token, layer, hidden]"
+    if n_pieces == n_tokens:
+        return "this looks like a list with one entry a token: save a list with one [token, hidden] a layer"
+    return columns.CACHED_TOKENS
 
 
 def stack_layers(blocks: list[torch.Tensor], where: str) -> NDArray[Any]:

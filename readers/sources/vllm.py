@@ -18,6 +18,7 @@ from hsfmt.errors import Problem, SourceError
 from hsfmt.readers.sources import connector_file
 from hsfmt.readers.sources.base import Source, SourceItem, SourceSample, Stray, SupportFile
 from hsfmt.readers.sources.folder import natural_key, stem
+from hsfmt.readers.sources.sample_names import stray_reason
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -41,7 +42,8 @@ class VllmSource(Source):
 
     def _list(self, folder: Folder) -> None:
         sizes = {file.path: file.nbytes for file in folder.files}
-        data = {path for path in sizes if path.endswith(SUFFIX) and not path.rpartition("/")[2].startswith(".")}
+        data = {path for path in sizes if path.endswith(SUFFIX)}
+        broken = {file.path: file.problem for file in folder.broken if file.path.endswith(SUFFIX)}
         locked = {path.removesuffix(connector_file.LOCK_SUFFIX) for path in sizes if path.endswith(SUFFIX + ".lock")}
         self._prompts: dict[str, _Prompt] = {}
         for path, nbytes in sizes.items():
@@ -52,10 +54,10 @@ class VllmSource(Source):
             if prompts:
                 self.support.append(SupportFile(path, "request outputs"))
             else:
-                self.strays.append(Stray(path, f"not a {SUFFIX} file"))
-        named = self._place_prompts(data | locked)
-        for index, path in enumerate(sorted(data | locked | named, key=natural_key)):
-            self.items.append(_item(path, index, sizes))
+                self.strays.append(Stray(path, stray_reason(path, f"not a {SUFFIX} file", data)))
+        known = data | locked | set(broken)
+        for index, path in enumerate(sorted(known | self._place_prompts(known), key=natural_key)):
+            self.items.append(_item(path, index, sizes, broken.get(path)))
 
     def _read_manifest(self, path: str, nbytes: int) -> dict[str, _Prompt]:
         if nbytes > _MANIFEST_NBYTES:
@@ -112,11 +114,10 @@ class VllmSource(Source):
         return sample
 
 
-def _item(path: str, index: int, sizes: dict[str, int]) -> SourceItem:
+def _item(path: str, index: int, sizes: dict[str, int], problem: Problem | None) -> SourceItem:
     lock = path + connector_file.LOCK_SUFFIX
-    paths = tuple(p for p in (path, lock) if p in sizes)
-    problem = None
-    if path not in sizes:
+    paths = tuple(p for p in (path, lock) if p in sizes or (p == path and problem is not None))
+    if not paths or paths[0] != path:
         got = "only its .lock: the request was aborted or the write never happened"
         problem = Problem(
             path,
@@ -124,7 +125,7 @@ def _item(path: str, index: int, sizes: dict[str, int]) -> SourceItem:
             got if lock in sizes else "no file, though the request outputs name it",
             "send the request again; in-process vLLM never writes its last batch",
         )
-    return SourceItem(path, index, stem(path), paths, sum(sizes[p] for p in paths), problem)
+    return SourceItem(path, index, stem(path), paths, sum(sizes.get(p, 0) for p in paths), problem)
 
 
 @dataclass(frozen=True, slots=True)

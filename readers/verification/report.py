@@ -28,17 +28,18 @@ _INSTEAD = (
     "and run `hsfmt seal --drop-missing`"
 )
 _RESTORE = f"restore the file from a copy; or {_INSTEAD}"
+_OLD = "nothing, unless it is read by its fingerprint: restore the file from a copy, or remove the snapshot's folder"
 _RETRACT = "Python: hsfmt.seal(url, retract=[ids])"
 REMEDIES = {
     "missing": _RESTORE,
-    "foreign": "none: file browsers, NFS, version control and dataset hubs leave such files; no data is touched by them",
+    "foreign": "none: file browsers, NFS, version control and dataset hubs leave such files, which touch no data",
     "unexpected": "move it out of the dataset, if nothing of yours needs it",
     "temporary": "none while a writer runs; else remove it: an interrupted write left it",
     "uncommitted": "none while a writer runs; else remove it: what no manifest or snapshot names is not in the dataset",
     "newer_parts": "run `hsfmt seal` to serve them",
     "never_sealed": 'run `hsfmt seal`, or read with snapshot="live"',
     "incomplete_snapshot": "remove the folder if no seal is running: a seal was interrupted, or its index was lost",
-    "old_snapshot": "none, unless it is read by its fingerprint: restore the manifests from a copy, or remove its folder",
+    "old_snapshot": _OLD,
     "shadowed_different": "the first part's is served; compare the producers, or retract the ids if neither is right "
     f"({_RETRACT})",
     "size": _RESTORE,
@@ -46,8 +47,8 @@ REMEDIES = {
     "corrupt": _RESTORE,
     "malformed": _RESTORE,
     "newer_format": "install a newer hsfmt (pip install -U hsfmt)",
-    "header": "move parts of another meaning to a dataset of their own (their files, by what their manifests list); if zarr.json "
-    f"was changed: restore it from a copy, or remove it and {ROOT_REMEDY}",
+    "header": "move a part of another meaning, all files that its manifest lists, to a dataset of its own; if "
+    f"zarr.json was changed: restore it from a copy, or remove it and {ROOT_REMEDY}",
     "unreadable": "check permissions, network and the device, then verify again",
     "unstable_read": "the data is fine, the way to it is not: check memory, disk and network of this machine",
     "zarr_json": f"hsfmt reads without it, other Zarr readers take shape and codec from it: {_RESTORE}",
@@ -69,9 +70,9 @@ REMEDIES = {
     "extra_digest": _RESTORE,
     "nonfinite": f"look at the producer; retract these samples ({_RETRACT}) or leave them out of training",
     "all_zero": "look at the producer: a state that is zero throughout was never computed",
-    "counts": "restore the file from a copy, or run `hsfmt seal` for a new snapshot",
-    "snapshot_part": "restore the part that the snapshot names; or remove hsfmt/manifest.json and run `hsfmt seal`, and "
-    f"{RETRACT_AGAIN}",
+    "counts": "run `hsfmt seal` for a new snapshot",
+    "snapshot_part": "restore the part that the snapshot names; or remove hsfmt/manifest.json, run `hsfmt seal`, "
+    f"and {RETRACT_AGAIN}",
     "snapshot_rows": "run `hsfmt seal` for a new snapshot",
     "snapshot_order": "none if the order is meant; `hsfmt seal` makes the default one",
     "dataset_digest": "run `hsfmt seal` for a new snapshot",
@@ -98,6 +99,8 @@ def remedy(code: str, path: str) -> str:
                 return text
         if path.endswith("/zarr.json"):
             code = "zarr_json"
+    if code == "counts" and layout.part_of_path(path):
+        code = "corrupt"
     part = layout.part_of_manifest(path.removeprefix(f"{layout.MANIFESTS}/")) or layout.part_of_path(path)
     return REMEDIES[code].replace("<part>", part or "<part>")
 
@@ -252,6 +255,10 @@ class Findings:
             own = not problem.remedy or "hsfmt verify" in problem.remedy
             what_to_do = remedy(code, path) if own else problem.remedy
             self.items.append(Finding("error", code, where, problem.expected, problem.got, what_to_do, problem.samples))
+
+    def about_old_snapshot(self) -> None:
+        """Advise what helps a snapshot that is not the current one: a seal makes no such one again."""
+        self.items = [replace(item, remedy=_OLD) for item in self.items]
 
     def fill_samples(self, path: str, samples: Iterable[str]) -> None:
         """Give the errors about the file at `path` the samples concerned, where they have none."""

@@ -240,7 +240,10 @@ class _Verification:
                 expected, got = "an index beside it", "none"
                 self._findings.add("warning", "incomplete_snapshot", files["ids"], expected=expected, got=got)
                 continue
-            loaded = load_snapshot(self._store, self._findings, kept)
+            own = Findings()
+            loaded = load_snapshot(self._store, own, kept)
+            own.about_old_snapshot()
+            self._findings.items += own.items
             if loaded:
                 self._check_snapshot(loaded, outcomes, old=pointer is not None)
 

@@ -1,5 +1,6 @@
 """`hsfmt convert` over sources that need no torch: counts, policies, resuming, room, refusals."""
 
+import io
 import json
 import os
 import shutil
@@ -199,13 +200,20 @@ def test_an_interruption_commits_nothing_of_the_open_part(hsfmt, source, tmp_pat
     assert manifests(tmp_path / "d") == []
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_ctrl_c(process, tmp_path, workers):
-    source = tmp_path / "source"
+@pytest.fixture
+def large(tmp_path) -> Path:
+    """300 files of 4 MiB."""
+    source = tmp_path / "large"
     source.mkdir()
     connector_file(source / "0.safetensors", 2048, 256)
     for n in range(1, 300):
         os.link(source / "0.safetensors", source / f"{n}.safetensors")
+    return source
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_ctrl_c(process, large, tmp_path, workers):
+    source = large
     running = process("convert", source, tmp_path / "d", *LAYERS, "--workers", workers, start_new_session=True)
     deadline = time.monotonic() + 60
     while not list((tmp_path / "d").glob("parts/*/hidden_states")) and time.monotonic() < deadline:
@@ -216,6 +224,157 @@ def test_ctrl_c(process, tmp_path, workers):
     assert "interrupted" in stderr
     assert "Traceback" not in stderr
     assert manifests(tmp_path / "d") == []
+
+
+def manifests_at_least(n: int, dataset: Path) -> None:
+    deadline = time.monotonic() + 60
+    while len(manifests(dataset)) < n and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("whole_group", [True, False], ids=["group", "parent"])
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_what_was_committed_before_an_end_is_reported(hsfmt, process, large, tmp_path, workers, sent, whole_group):
+    flags = ("--workers", workers, "--part-size", "64MiB", "--json")
+    running = process("convert", large, tmp_path / "d", *LAYERS, *flags, start_new_session=True)
+    manifests_at_least(3, tmp_path / "d")
+    (os.killpg if whole_group else os.kill)(running.pid, sent)
+    stdout, stderr = running.communicate(timeout=60)
+    code = 130 if sent == signal.SIGINT else 143
+    assert running.returncode == code, stderr
+    assert stderr.splitlines()[-2] == ("interrupted" if code == 130 else "terminated (SIGTERM)")
+    assert "Traceback" not in stderr
+    assert "leaked" not in stderr
+    report = json.loads(stdout)
+    assert report["exit_code"] == code
+    live = hsfmt.json("info", tmp_path / "d", "--snapshot", "live")
+    n = live["samples"]
+    assert n >= 48
+    assert report["counts"] == {"sample": n, "skipped": 0, "hole": 0, "failed": 0, "not_reached": 300 - n}
+    written = report["written"]
+    assert (written["samples"], written["tokens"], written["parts"]) == (n, live["tokens"], live["parts"])
+    assert written["raw_nbytes"] == live["states"]["raw_nbytes"]
+    assert stderr.splitlines()[-1].startswith(f"{n} samples committed, and kept; not sealed. Run the same command")
+
+
+def test_sigterm_while_workers_start(process, large, tmp_path):
+    for delay in (0.3, 0.8, 1.2):
+        flags = ("--workers", 2, "--json")
+        running = process("convert", large, tmp_path / "d", *LAYERS, *flags, start_new_session=True)
+        time.sleep(delay)
+        os.killpg(running.pid, signal.SIGTERM)
+        _, stderr = running.communicate(timeout=60)
+        assert running.returncode in (143, -signal.SIGTERM), stderr  # the latter before Python has imported all
+        assert "Traceback" not in stderr
+        assert "leaked" not in stderr
+        assert manifests(tmp_path / "d") == []
+
+
+def test_a_killed_worker(process, large, tmp_path):
+    flags = ("--workers", 2, "--part-size", "64MiB", "--json")
+    running = process("convert", large, tmp_path / "d", *LAYERS, *flags)
+    manifests_at_least(2, tmp_path / "d")
+    children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
+    workers = [pid for pid in children if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()]
+    os.kill(int(workers[0]), signal.SIGKILL)
+    stdout, stderr = running.communicate(timeout=60)
+    assert running.returncode == 3, stderr
+    report = json.loads(stdout)
+    assert "fewer --workers" in report["error"][0]["remedy"]
+    assert report["counts"]["sample"] == report["written"]["samples"] >= 32
+
+
+def test_few_files_get_few_workers(hsfmt, source, tmp_path):
+    report = hsfmt.json("convert", source, tmp_path / "d", *LAYERS, "--workers", 40)
+    assert report["workers"] == 2
+    assert report["counts"]["sample"] == 12
+    text = hsfmt("convert", source, tmp_path / "e", *LAYERS, "--workers", 40, "--dry-run").stdout
+    assert "2 of 40: the files are too few" in text
+    text = hsfmt("convert", source, tmp_path / "e", *LAYERS, "--workers", 2, "--dry-run").stdout
+    assert "too few" not in text
+
+
+@pytest.mark.parametrize(
+    ("change", "remedy"),
+    [
+        (lambda path: path.write_bytes(path.read_bytes()[:-8]), "--on-bad hole"),
+        (lambda path: connector_file(path, 3, bad=True), "--nonfinite hole"),
+        (lambda path: connector_file(path, 3, hidden=8), "--on-bad hole"),
+    ],
+    ids=["truncated", "nan", "other width"],
+)
+def test_what_to_do_about_a_bad_file(hsfmt, source, tmp_path, change, remedy):
+    path = source / "r2.safetensors"
+    good = path.read_bytes()
+    path.unlink()
+    change(path)
+    result = hsfmt("convert", source, tmp_path / "d", *LAYERS, code=1)
+    assert "Run the same command" not in result.stderr, "it would meet the same file"
+    assert "1 sample committed, and kept; not sealed." in result.stderr
+    assert remedy in result.stderr
+    (problem,) = hsfmt.json("convert", source, tmp_path / "d", *LAYERS, code=1)["error"]
+    assert problem["where"].startswith("r2.safetensors")
+    assert remedy in problem["remedy"]
+    assert "nonfinite=" not in problem["remedy"], "that is for those who call the writer"
+    path.write_bytes(good)
+    assert hsfmt.json("convert", source, tmp_path / "d", *LAYERS)["counts"]["sample"] == 11
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_nothing_is_made_before_the_first_good_sample(hsfmt, source, tmp_path, workers):
+    for path in source.rglob("*.safetensors"):
+        n_tokens = int(path.stem[1:]) + 1
+        path.unlink()
+        connector_file(path, n_tokens, bad=True)
+    flags = ("--workers", workers)
+    hsfmt("convert", source, tmp_path / "d", *LAYERS, *flags, code=1)
+    assert not (tmp_path / "d").exists()
+    # Another meaning is no matter then.
+    hsfmt("convert", source, tmp_path / "d", "--layer-ids", "1,2,3,4", "--nonfinite", "keep", *flags)
+
+
+def test_holes_before_the_first_good_sample_are_recorded(hsfmt, source, tmp_path):
+    for n in (0, 2):
+        (source / f"r{n}.safetensors").write_bytes(b"")
+    report = hsfmt.json("convert", source, tmp_path / "d", *LAYERS, "--on-bad", "hole")
+    assert report["counts"]["hole"] == 2
+    assert [hole["id"] for hole in hsfmt.json("info", tmp_path / "d")["holes"]] == ["r0", "r2"]
+
+
+def test_holes_before_a_bad_file_make_no_dataset(hsfmt, source, tmp_path):
+    (source / "r0.safetensors").write_bytes(b"")
+    (source / "r2.safetensors").unlink()
+    connector_file(source / "r2.safetensors", 3, bad=True)
+    flags = ("--on-bad", "hole", "--nonfinite", "raise")
+    report = hsfmt.json("convert", source, tmp_path / "d", *LAYERS, *flags, code=1)
+    assert report["counts"] == {"sample": 0, "skipped": 0, "hole": 0, "failed": 1, "not_reached": 11}
+    assert not (tmp_path / "d").exists()
+
+
+def test_a_dataset_of_holes_alone_may_be_removed(hsfmt, tmp_path):
+    (tmp_path / "source").mkdir()
+    connector_file(tmp_path / "source" / "a.safetensors", 3, bad=True)
+    hsfmt("convert", tmp_path / "source", tmp_path / "d", *LAYERS, "--on-bad", "hole", code=1)
+    result = hsfmt("convert", tmp_path / "source", tmp_path / "d", "--layer-ids", "1,2,3,4", code=2)
+    assert "holds no samples" in result.stderr
+    assert "use another dataset" not in result.stderr
+
+
+@pytest.mark.parametrize("place", ["x", "parts/x", "hsfmt"])
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)], ids=["run", "dry-run"])
+def test_a_dataset_within_another_is_refused(hsfmt, source, dataset, place, dry):
+    before = sorted(dataset.rglob("*"))
+    result = hsfmt("convert", source, dataset / place, *LAYERS, *dry, code=2)
+    assert str(dataset) in result.stderr
+    assert sorted(dataset.rglob("*")) == before
+
+
+def test_the_policy_on_nan_is_recorded(hsfmt, source, tmp_path):
+    for flags, policy in (((), "raise"), (("--on-bad", "hole"), "hole"), (("--nonfinite", "keep"), "keep")):
+        hsfmt("convert", source, tmp_path / policy, *LAYERS, *flags)
+        (producer,) = hsfmt.json("info", tmp_path / policy)["producers"]
+        assert producer["producer"]["options"]["nonfinite"] == policy
 
 
 def test_dry_run_writes_nothing(hsfmt, source, tmp_path):
@@ -408,19 +567,37 @@ def test_bar_on_a_terminal(capsys, monkeypatch):
     assert "converting" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("label", "note"),
+    [
+        ("verifying (complete)", "…3456789a"),
+        ("converting", "12,345,678 files"),
+        ("comparing with samples that came from another place", "99 files"),
+    ],
+)
+def test_the_bar_fits_on_a_line(monkeypatch, label, note):
+    from rich import console
+
+    out = io.StringIO()
+    terminal = console.Console
+    monkeypatch.setattr(console, "Console", lambda **_: terminal(file=out, width=80, force_terminal=True))
+    bar = progress.BarProgress(label, 987 << 30)
+    with bar:
+        bar.update(123 << 30, note)
+        bar._bar.refresh()
+        assert len(terminal(width=80).render_lines(bar._bar.get_renderable())) == 1
+    assert "GiB/s" in out.getvalue()
+    assert "GB" not in out.getvalue()
+
+
 def test_report_is_one_json_document(hsfmt, vllm_negative, tmp_path):
     result = hsfmt("convert", vllm_negative, tmp_path / "d", *LAYERS, "--json", code=1)
     assert json.loads(result.stdout)["error"]
     assert "error: " in result.stderr
 
 
-def test_workers_end_with_a_killed_parent(process, source, tmp_path):
-    folder = tmp_path / "big"
-    folder.mkdir()
-    connector_file(folder / "0.safetensors", 2048, 256)
-    for n in range(1, 300):
-        os.link(folder / "0.safetensors", folder / f"{n}.safetensors")
-    running = process("convert", folder, tmp_path / "d", *LAYERS, "--workers", 2, start_new_session=True)
+def test_workers_end_with_a_killed_parent(process, large, tmp_path):
+    running = process("convert", large, tmp_path / "d", *LAYERS, "--workers", 2, start_new_session=True)
     deadline = time.monotonic() + 60
     while len(list((tmp_path / "d").glob("parts/*/hidden_states"))) < 2 and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -9,7 +9,8 @@ import torch
 
 from hsfmt.errors import NotFoundError, SourceError, StorageError, UsageError
 from hsfmt.readers.sources import SOURCE_NAMES, SourceOptions, find_source, parse_key_map
-from hsfmt.readers.sources.folder import list_folder, natural_key, stem
+from hsfmt.readers.sources.folder import natural_key, stem
+from hsfmt.readers.sources.listing import list_folder
 
 T, H = 6, 8
 
