@@ -160,7 +160,9 @@ def _changed(source: Source, item: SourceItem) -> float:
     times = []
     for path in paths:
         with suppress(OSError):  # loading the item says it, where it is loaded
-            times.append((source.root / path).stat().st_mtime)
+            for status in ((source.root / path).stat(), (source.root / path).lstat()):
+                # mtime is what cp -a and rsync -a copy; ctime says when this file, or this link, came to be what it is.
+                times += [status.st_mtime, status.st_ctime]
     return max(times, default=0.0)
 
 

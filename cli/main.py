@@ -25,7 +25,7 @@ _COMMANDS = {
 }
 _EPILOG = (
     "Exit codes: 0 fine, 1 problems in the data, 2 usage or bad input, 3 not found or storage failure, "
-    "130 interrupted. With --json, stdout is one JSON document in every case."
+    "130 interrupted, 143 terminated. With --json, stdout is one JSON document in every case."
 )
 
 

@@ -29,7 +29,7 @@ def summarize(sample: SampleArrays, layers: Sequence[int], dtype: str) -> dict[s
         HF ids of its layer axis.
     dtype
         Element type of the states. For float8_e4m3fn the figures are of the values as stored, without scales, which
-        `scaled` says.
+        `unscaled` says.
     """
     tokens = len(sample.input_ids)
     extras = {name: None if value is None else list(value.shape) for name, value in sample.extras.items()}
@@ -40,10 +40,10 @@ def summarize(sample: SampleArrays, layers: Sequence[int], dtype: str) -> dict[s
         "id": sample.sample_id,
         "layers": [_layer(sample.hidden_states[:, i], k, dtype) for i, k in enumerate(layers)],
         "metadata": sample.metadata,
-        "scaled": dtype != _UNSCALED,
         "shape": list(sample.hidden_states.shape),
         "supervised_tokens": int(np.count_nonzero(sample.loss_mask)),
         "tokens": tokens,
+        "unscaled": dtype == _UNSCALED,
     }
 
 
@@ -91,7 +91,7 @@ def text(summary: dict[str, Any], place: str) -> str:
     for layer in summary["layers"]:
         figures = "  ".join(_figure(layer[key]) for key in ("mean_abs", "rms", "max_abs"))
         table.append(f"{layer['hf_hidden_states_index']:>8}  {figures}  {layer['nonfinite']:>9,}  {layer['zeros']:>9,}")
-    if not summary["scaled"]:
+    if summary["unscaled"]:
         table.append("of the float8 values as stored, not multiplied by their scales")
     rows.append(("layers", "\n".join(table)))
     return f"{one_line(summary['id'])}\n{units.aligned(rows, '  ')}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,35 +21,47 @@ from hsfmt.storage import Store
 _MERGE_AT = 1 << 16
 
 
+class _Ids(NamedTuple):
+    """What is in a set: (high, low) halves of the merged keys, ascending, and the keys that came since.
+
+    The halves are native columns: a search in a strided or big-endian view would copy it each time.
+    """
+
+    high: npt.NDArray[np.uint64]
+    low: npt.NDArray[np.uint64]
+    recent: set[bytes]
+
+
 class IdSet:
-    """A growing set of ids that answers membership."""
+    """A growing set of ids that answers membership, in any thread while one thread adds to it."""
 
     def __init__(self) -> None:
-        # Native columns, ascending by (high, low): a search in a strided or big-endian view would copy it each time.
-        self._high: npt.NDArray[np.uint64] = np.empty(0, np.uint64)
-        self._low: npt.NDArray[np.uint64] = np.empty(0, np.uint64)
-        self._recent: set[bytes] = set()
+        # Replaced as a whole, so that who asks while another thread merges sees all of one state.
+        self._ids = _Ids(np.empty(0, np.uint64), np.empty(0, np.uint64), set())
 
     def __len__(self) -> int:
-        return len(self._high) + len(self._recent)
+        ids = self._ids
+        return len(ids.high) + len(ids.recent)
 
     def __contains__(self, sample_id: object) -> bool:
         if not isinstance(sample_id, str):
             return False
         key = id_key(sample_id.encode("utf-8", "surrogatepass"))  # what is no Unicode text is in no set either
-        if key in self._recent:
+        ids = self._ids
+        if key in ids.recent:
             return True
         high, low = np.frombuffer(key, ">u8").astype(np.uint64)
-        start = np.searchsorted(self._high, high, "left")
-        end = np.searchsorted(self._high, high, "right")
-        return bool(np.any(self._low[start:end] == low))
+        start = np.searchsorted(ids.high, high, "left")
+        end = np.searchsorted(ids.high, high, "right")
+        return bool(np.any(ids.low[start:end] == low))
 
     def add(self, sample_id: str) -> None:
         """Add an id."""
         if sample_id in self:
             return
-        self._recent.add(id_key(sample_id.encode()))
-        if len(self._recent) >= _MERGE_AT:
+        recent = self._ids.recent
+        recent.add(id_key(sample_id.encode()))
+        if len(recent) >= _MERGE_AT:
             self.merge([])
 
     def update(self, ids: Iterable[bytes]) -> None:
@@ -57,15 +70,14 @@ class IdSet:
 
     def merge(self, batches: list[npt.NDArray[np.uint64]]) -> None:
         """Add what `id_words` returned, in one sort, which for many ids costs more than all else."""
-        keys = [*batches, _words(self._recent)]
-        self._recent.clear()
-        high = np.concatenate([self._high, *(batch[:, 0] for batch in keys)])
-        low = np.concatenate([self._low, *(batch[:, 1] for batch in keys)])
+        keys = [*batches, _words(self._ids.recent)]
+        high = np.concatenate([self._ids.high, *(batch[:, 0] for batch in keys)])
+        low = np.concatenate([self._ids.low, *(batch[:, 1] for batch in keys)])
         order = np.lexsort((low, high))
         high, low = high[order], low[order]
         fresh = np.ones(len(high), bool)
         fresh[1:] = (high[1:] != high[:-1]) | (low[1:] != low[:-1])
-        self._high, self._low = high[fresh], low[fresh]
+        self._ids = _Ids(high[fresh], low[fresh], set())
 
 
 def id_words(ids: Iterable[bytes]) -> npt.NDArray[np.uint64]:

@@ -81,9 +81,9 @@ def check_none_lost(
     if not lost:
         return
     shown = ", ".join(sorted(lost)[:_SHOWN]) + (", …" if len(lost) > _SHOWN else "")
-    got = f"none for {len(lost)} of them, with {sum(lost.values())} of its {n_samples} samples: {shown}"
+    got = f"{len(lost)} without one, with {sum(lost.values())} of its {n_samples} sample(s): {shown}"
     if drop:
         _log.warning("%s: parts left out: %s", layout.MANIFESTS, got)
         return
-    expected = f"the manifest of each of the {n_parts} parts that the snapshot names"
+    expected = f"a manifest of all {n_parts} part(s) that the snapshot names"
     raise CorruptionError.at(layout.MANIFESTS, expected=expected, got=got, remedy=_REMEDY)

@@ -218,8 +218,8 @@ def _retracted_by(store: Store, fingerprint: str, *, skip_missing: bool = False)
         except NotFoundError:
             if not skip_missing:
                 raise
-            text = "%s: which %d samples of the missing part %s were retracted is lost with its index"
-            _log.warning(text, store.url, len(rows), snapshot.parts[number].name)
+            text = "%s: of the missing part %s, %d retracted sample(s) are not known: its index is gone too"
+            _log.warning(text, store.url, snapshot.parts[number].name, len(rows))
             continue
         ids |= {known[row] for row in rows if row < len(known)}
     return ids
@@ -233,7 +233,7 @@ def _warn_of_conflicts(store: Store, snapshot: Snapshot, loaded: Mapping[str, Lo
         ids |= {index.sample_id(int(snapshot.shadowed_row[i]))} if index else set()
     if ids - gone:
         shown = ", ".join(sorted(ids - gone)[:_SHOWN])
-        text = "%s: %d ids were committed more than once with different content; the first part's is served: %s"
+        text = "%s: different content for %d id(s), of which the first part's is served: %s"
         _log.warning(text, store.url, len(ids - gone), shown)
 
 

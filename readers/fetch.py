@@ -106,6 +106,14 @@ class Fetcher:
         self._deliver(read, body, targets)
 
     def _pread(self, path: str, offset: int, body: memoryview) -> None:
+        try:
+            self._pread_open(path, offset, body)
+        except (CorruptionError, OSError):
+            # The file that is open may have been replaced since, or its server have forgotten it.
+            DESCRIPTORS.forget(self._owner, path)
+            self._pread_open(path, offset, body)
+
+    def _pread_open(self, path: str, offset: int, body: memoryview) -> None:
         done = 0
         with os_errors_typed(path), DESCRIPTORS.opened(self._owner, path, self._store.local_path) as fd:
             while done < len(body):

@@ -5,7 +5,8 @@ Spec: rules READ-1 and READ-5.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,17 +106,47 @@ class PendingSample:
         )
 
 
-def layer_planes(header: Header, layers: Sequence[int] | None) -> list[int]:
+def layer_ids(layers: Iterable[int]) -> tuple[int, ...]:
+    """Return HF layer ids as ints.
+
+    Raises
+    ------
+    UsageError
+        They are no list of integers; nothing is rounded, parsed or taken for a number.
+    """
+    if isinstance(layers, str | bytes | Mapping) or not isinstance(layers, Iterable):
+        remedy = f"say [{layers}]" if isinstance(layers, int) else ""
+        raise UsageError.at("layers", expected="a list of HF ids", got=repr(layers)[:60], remedy=remedy)
+    return tuple(integer(layer, "layers", "integers, HF ids of layers") for layer in layers)
+
+
+def integer(value: object, where: str, expected: str) -> int:
+    """Return a value of any integer type as an int.
+
+    Raises
+    ------
+    UsageError
+        It is of another type, bool for one.
+    """
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        pass
+    raise UsageError.at(where, expected=expected, got=repr(value)[:60])
+
+
+def layer_planes(header: Header, layers: Iterable[int] | None) -> list[int]:
     """Return the positions on the layer axis of HF layer ids.
 
     Raises
     ------
     UsageError
-        An id that is not stored, or another order than ascending.
+        No list of integers, an id that is not stored, or another order than ascending.
     """
     if layers is None:
         return list(range(header.n_layers))
-    wanted = [int(layer) for layer in layers]
+    wanted = list(layer_ids(layers))
     missing = [layer for layer in wanted if layer not in header.layers]
     if missing or not wanted or wanted != sorted(set(wanted)):
         expected = f"HF ids in ascending order out of {list(header.layers)}"
@@ -178,11 +209,11 @@ def ask(
 
 
 def _window(request: SampleRequest, length: int) -> tuple[int, int]:
-    start = 0 if request.start is None else int(request.start)
-    stop = length if request.stop is None else int(request.stop)
+    where, expected = f"tokens of sample {request.index}", f"a window within [0, {length})"
+    start = 0 if request.start is None else integer(request.start, where, expected)
+    stop = length if request.stop is None else integer(request.stop, where, expected)
     if not 0 <= start <= stop <= length:
-        got = f"[{start}, {stop})"
-        raise UsageError.at(f"tokens of sample {request.index}", expected=f"a window within [0, {length})", got=got)
+        raise UsageError.at(where, expected=expected, got=f"[{start}, {stop})")
     return start, stop
 
 
@@ -190,10 +221,38 @@ def _destination(out: Array | None, shape: tuple[int, int, int], name: str) -> A
     storage = dtype(name).storage
     if out is None:
         return np.empty(shape, storage)
-    if out.shape != shape or out.dtype.itemsize != storage.itemsize or not out.flags.writeable:
+    expected = f"a writable array {shape} that holds {name}"
+    if not isinstance(out, np.ndarray):
+        raise UsageError.at("out", expected=expected, got=type(out).__name__)
+    fits = out.dtype.kind in "uifV" and out.dtype.itemsize == storage.itemsize and out.dtype.isnative
+    if out.shape != shape or not fits or not out.flags.writeable:
         got = f"{out.dtype} {out.shape}{'' if out.flags.writeable else ', read-only'}"
-        raise UsageError.at("out", expected=f"a writable array {shape} that holds {name}", got=got)
+        raise UsageError.at("out", expected=expected, got=got)
+    refuse_overlap(out.shape, out.strides, out.dtype.itemsize)
     return out.view(storage)
+
+
+def refuse_overlap(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> None:
+    """Refuse memory in which elements lie over another (an expanded tensor): each would overwrite the last.
+
+    Parameters
+    ----------
+    shape, strides
+        Of the array or tensor.
+    itemsize
+        Of an element, in the unit of the strides.
+
+    Raises
+    ------
+    UsageError
+        Some overlap, or are interleaved in a way that no slicing and transposing of an array makes.
+    """
+    span = itemsize
+    for stride, n in sorted((abs(stride), n) for stride, n in zip(strides, shape, strict=True) if n > 1):
+        if stride < span and 0 not in shape:
+            got = f"strides {tuple(strides)} for {tuple(shape)}"
+            raise UsageError.at("out", expected="elements that do not overlap in memory", got=got)
+        span += stride * (n - 1)
 
 
 def _extra_names(part: OpenPart, wanted: Sequence[str] | None) -> list[str]:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hsfmt import digests
-from hsfmt.errors import CorruptionError, SampleNotFoundError
+from hsfmt.errors import CorruptionError, SampleNotFoundError, UsageError
 from hsfmt.header import Header
 from hsfmt.layout import index_path
 from hsfmt.readers.batch import ReadBatch
@@ -22,7 +22,7 @@ from hsfmt.readers.chunk_cache import ChunkCache
 from hsfmt.readers.fetch import Fetcher
 from hsfmt.readers.open_snapshot import SampleIds, SnapshotChoice, choose_snapshot, sample_number
 from hsfmt.readers.part_cache import OpenPart, PartCache
-from hsfmt.readers.sample_arrays import SampleArrays, SampleRequest, ask, layer_planes
+from hsfmt.readers.sample_arrays import SampleArrays, SampleRequest, ask, integer, layer_planes
 from hsfmt.snapshot import Snapshot
 from hsfmt.storage import Store, open_store
 
@@ -43,12 +43,27 @@ class ReadOptions:
         Threads that fetch and decode; None: up to 4, and 1 in a worker process.
     part_cache_nbytes, chunk_cache_nbytes
         Memory for indexes of parts, and for decoded chunks of narrow columns.
+
+    Raises
+    ------
+    UsageError
+        A number that is none, or too small.
     """
 
     unsafe_skip_checks: bool = False
     n_threads: int | None = None
     part_cache_nbytes: int = 512 << 20
     chunk_cache_nbytes: int = 32 << 20
+
+    def __post_init__(self) -> None:
+        least = {"n_threads": 1, "part_cache_nbytes": 0, "chunk_cache_nbytes": 0}
+        for name, minimum in least.items():
+            value = getattr(self, name)
+            if value is None and name == "n_threads":
+                continue
+            expected = f"an integer from {minimum} on{', or None' if name == 'n_threads' else ''}"
+            if integer(value, name, expected) < minimum:
+                raise UsageError.at(name, expected=expected, got=repr(value)[:60])
 
 
 @dataclass(slots=True)

@@ -1,17 +1,23 @@
-"""Threads that fetch, check and decode: one bounded pool a process and size, made on first use."""
+"""Threads that fetch, check and decode: one bounded pool a process and size, made on first use.
+
+Not concurrent.futures, which an exception out of a signal handler leaves with locks held for ever (conditions and
+semaphores are Python code, which it can strike between the lock and the block that gives it back), and with workers
+that go on to write into the caller's buffers.
+"""
 
 from __future__ import annotations
 
+import _thread
 import multiprocessing
-import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
-from typing import TypeVar
+from collections.abc import Callable, Iterable
+from queue import SimpleQueue
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from hsfmt.cores import n_cores
 from hsfmt.readers.process_state import ForkAware
 
 _T = TypeVar("_T")
@@ -23,7 +29,86 @@ def default_threads() -> int:
     """Return 1 in a worker process, of which there are many already, else up to 4 as there are cores."""
     if multiprocessing.parent_process() is not None:
         return 1
-    return min(_MAX_DEFAULT_THREADS, len(os.sched_getaffinity(0)))
+    return min(_MAX_DEFAULT_THREADS, n_cores())
+
+
+class _Run(Generic[_T]):
+    """One call of `run_all`, as the threads that take part in it share it; its operations are atomic, without locks.
+
+    Attributes
+    ----------
+    over
+        No item is begun any more: all are, one failed, or the caller was interrupted.
+    active
+        An entry for each thread that takes part.
+    left
+        Gets an entry whenever a thread has left, to wake up the caller.
+    errors
+        What `work` raised.
+    """
+
+    __slots__ = ("_items", "_work", "active", "errors", "left", "over")
+
+    def __init__(self, work: Callable[[_T], None], items: list[_T]) -> None:
+        self._work = work
+        self._items = iter(items)
+        self.over = False
+        self.active: list[None] = []
+        self.left: SimpleQueue[None] = SimpleQueue()
+        self.errors: list[BaseException] = []
+
+    def take_part(self) -> None:
+        """Work on items until the run is over."""
+        # Entered before `over` is looked at: a caller that set it sees us, or we see it.
+        self.active.append(None)
+        try:
+            for item in self._items:  # next() of a list's iterator is atomic
+                if self.over:
+                    break
+                self._work(item)
+        except BaseException as error:  # noqa: BLE001  raised by the caller
+            self.errors.append(error)
+        self.over = True
+        self.active.pop()
+        self.left.put(None)
+
+
+class _Pool:
+    """Up to `n_threads` threads that wait for runs. They are no reason for the interpreter not to exit."""
+
+    def __init__(self, n_threads: int) -> None:
+        self._n_threads = n_threads
+        self._lock = threading.Lock()
+        self._runs: SimpleQueue[_Run[Any]] = SimpleQueue()
+        self.n_started = 0
+
+    def begin(self, run: _Run[Any]) -> None:
+        """Let every thread take part in a run once it is free.
+
+        Raises
+        ------
+        RuntimeError
+            The system allows no threads.
+        """
+        with self._lock:
+            while self.n_started < self._n_threads:
+                try:
+                    _thread.start_new_thread(_serve, (self._runs,))
+                except RuntimeError:
+                    if not self.n_started:
+                        raise
+                    break
+                self.n_started += 1
+        for _ in range(self._n_threads):
+            self._runs.put(run)
+
+
+def _serve(runs: SimpleQueue[_Run[Any]]) -> None:
+    threading.current_thread().name = "hsfmt-read"
+    while True:
+        run = runs.get()
+        run.take_part()
+        del run  # or it would keep the buffers of the last read until the next one
 
 
 class _Pools(ForkAware):
@@ -33,12 +118,12 @@ class _Pools(ForkAware):
 
     def after_fork(self) -> None:
         self._lock = threading.Lock()
-        self._pools: dict[int, ThreadPoolExecutor] = {}
+        self._pools: dict[int, _Pool] = {}
 
-    def get(self, n_threads: int) -> ThreadPoolExecutor:
+    def get(self, n_threads: int) -> _Pool:
         with self._lock:
             if n_threads not in self._pools:
-                self._pools[n_threads] = ThreadPoolExecutor(n_threads, thread_name_prefix="hsfmt-read")
+                self._pools[n_threads] = _Pool(n_threads)
             return self._pools[n_threads]
 
 
@@ -47,6 +132,9 @@ _POOLS = _Pools()
 
 def run_all(work: Callable[[_T], None], items: list[_T], n_threads: int, *, inline: bool) -> None:
     """Call `work` on every item, in threads of the pool, and return when none of them runs any more.
+
+    That holds for exceptions too: an interrupt (Ctrl-C, a signal handler that raises) takes effect once the items in
+    hand are done, since nothing may write to the caller's buffers after that.
 
     Parameters
     ----------
@@ -62,8 +150,8 @@ def run_all(work: Callable[[_T], None], items: list[_T], n_threads: int, *, inli
 
     Raises
     ------
-    Exception
-        What `work` raised first; items that were not begun by then are left out.
+    BaseException
+        The first interrupt, else what `work` raised first; items that were not begun by then are left out.
     """
     n_threads = min(n_threads, len(items))
     if n_threads == 0:
@@ -72,24 +160,35 @@ def run_all(work: Callable[[_T], None], items: list[_T], n_threads: int, *, inli
         for item in items:
             work(item)
         return
-    pool = _POOLS.get(n_threads)
-    remaining = iter(items)
-    failed = threading.Event()
-    futures = [pool.submit(_drain, work, remaining, failed) for _ in range(n_threads)]
-    wait(futures)
-    for future in futures:
-        future.result()
-
-
-def _drain(work: Callable[[_T], None], items: Iterator[_T], failed: threading.Event) -> None:
-    for item in items:  # next() of a list's iterator is atomic
-        if failed.is_set():
-            return
+    run = _Run(work, items)
+    interrupt: BaseException | None = None
+    try:
+        _POOLS.get(n_threads).begin(run)
+        while run.active or not run.over:
+            run.left.get()
+    except BaseException as error:  # noqa: BLE001  raised below
+        run.over = True
+        interrupt = error
+    # Interrupts come at calls and where a loop turns back. The first is raised below; those that follow it while threads
+    # are busy are swallowed, hence the loops: one can come while another is being swallowed.
+    while run.active:
         try:
-            work(item)
-        except BaseException:
-            failed.set()
-            raise
+            while run.active:
+                try:
+                    while run.active:
+                        run.left.get()
+                except BaseException as error:  # noqa: BLE001
+                    interrupt = error if interrupt is None else interrupt
+        except BaseException as error:  # noqa: BLE001
+            interrupt = error if interrupt is None else interrupt
+    try:
+        if interrupt is not None:
+            raise interrupt
+        if run.errors:
+            raise run.errors[0]
+    finally:  # an error that its own traceback leads to would keep the caller's buffers until the garbage collector
+        interrupt = None
+        run.errors.clear()
 
 
 class Scratch(threading.local):

@@ -29,7 +29,7 @@ from hsfmt.writers.part_sequence import PartSequence
 from hsfmt.writers.part_writer import PartSettings
 from hsfmt.writers.pipeline import Pipeline
 from hsfmt.writers.producer import full_producer
-from hsfmt.writers.samples import check_id, check_reason, check_source_index, make_sample, scan
+from hsfmt.writers.samples import check_id, check_reason, check_source_index, is_positive, make_sample, scan
 
 _log = logging.getLogger("hsfmt")
 GIB = 1 << 30
@@ -126,6 +126,9 @@ class DatasetWriter:
     ) -> None:
         _choice("on_duplicate", on_duplicate, ("error", "skip"))
         _choice("nonfinite", nonfinite, ("raise", "hole", "keep"))
+        _positive(threads=threads, queue_nbytes=queue_nbytes, part_nbytes=part_nbytes)
+        if part_seconds is not None and not part_seconds > 0:
+            raise UsageError.at("part_seconds", expected="seconds above 0, or None", got=repr(part_seconds)[:60])
         if str(dtype).removeprefix("torch.") == "float8_e4m3fn":
             scaling = scaling or {"column": "hidden_states_scale", "rule": "bfloat16_product"}
         wanted = make_header(
@@ -223,7 +226,7 @@ class DatasetWriter:
                     return False
                 raise DuplicateSampleError.at(
                     f"sample {sample_id!r}", expected="a new id", got="one that is in the dataset or this writer",
-                    remedy='skip it (on_duplicate="skip") or give it another id',
+                    remedy='skip it (on_duplicate="skip") or give it another id; one that was retracted stays taken',
                 )  # fmt: skip
             sample = make_sample(self._header, sample_id, input_ids, hidden_states, loss_mask, metadata)
             given_index = check_source_index(source_index)
@@ -358,8 +361,8 @@ class DatasetWriter:
 
     def _commit_all(self) -> None:
         self._check_usable()
-        self._parts.end()
         with self._failing():
+            self._parts.end()
             self._parts.wait()
 
     def _check_process(self) -> None:
@@ -391,6 +394,12 @@ class DatasetWriter:
         self._closed = True
         self._parts.close()
         self._pipeline.close()
+
+
+def _positive(**values: int | None) -> None:
+    for name, value in values.items():
+        if value is not None and not is_positive(value):
+            raise UsageError.at(name, expected="an integer from 1 on", got=repr(value)[:60])
 
 
 def _choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
@@ -31,18 +32,23 @@ _Packed = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]
 
 
 class _AtRisk:
-    """The open part of a writer that may never be closed."""
+    """What a writer that may never be closed has accepted and not made durable."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, waiting: list[tuple[PartWriter, Future[None]]]) -> None:
         self.part: PartWriter | None = None
+        self._waiting = waiting
         self._url = url
         self._pid = os.getpid()
 
     def report(self) -> None:
         """Say what is lost, if anything is; not in a forked child, whose copy is not the writer."""
-        if self.part is not None and self.part.n_samples and os.getpid() == self._pid:
+        if os.getpid() != self._pid:
+            return
+        failed = [part for part, future in self._waiting if not future.done() or future.exception() is not None]
+        n_lost = sum(part.n_samples for part in (*failed, *([self.part] if self.part else [])))
+        if n_lost:
             text = "%s: the writer was never closed: %d accepted samples are lost (use `with DatasetWriter(...)`)"
-            _log.warning(text, self._url, self.part.n_samples)
+            _log.warning(text, self._url, n_lost)
 
 
 class PartSequence:
@@ -76,11 +82,12 @@ class PartSequence:
         self._open: PartWriter | None = None
         self._timer: threading.Timer | None = None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="hsfmt-commit")
-        self._waiting: list[Future[None]] = []
+        self._waiting: list[tuple[PartWriter, Future[None]]] = []
         self._durable: list[_Packed] = []
         # At exit too: a writer that nobody closes must not lose what it accepted without a word.
-        self._at_risk = _AtRisk(store.url)
+        self._at_risk = _AtRisk(store.url, self._waiting)
         self._reminder = weakref.finalize(self, self._at_risk.report)
+        _LIVE.add(self)
 
     def open(self) -> PartWriter:
         """Return the open part, beginning one if there is none.
@@ -104,10 +111,12 @@ class PartSequence:
 
     def end(self) -> None:
         """Hand the open part to the committing thread, so that writing goes on with the next one."""
-        part, self._open, self._at_risk.part = self._open, None, None
-        self._stop_timer()
+        part = self._open
         if part is not None and (part.n_samples or part.holes):
-            self._waiting.append(self._executor.submit(self._commit, part))
+            self._waiting.append((part, self._executor.submit(self._commit, part)))
+        # Only now: a part that could not be handed over must not be forgotten.
+        self._open = self._at_risk.part = None
+        self._stop_timer()
 
     def end_if_full(self) -> None:
         """End the open part if it has reached its size; wait while many others are not durable yet."""
@@ -121,13 +130,14 @@ class PartSequence:
         """Raise what a part failed with, if one did."""
         if self._open is not None:
             self._open.check()
-        while self._waiting and self._waiting[0].done():
-            self._waiting.pop(0).result()
+        while self._waiting and self._waiting[0][1].done():
+            self._waiting.pop(0)[1].result()
 
     def wait(self, left: int = 0) -> None:
         """Wait until all but `left` ended parts are durable; raise what one failed with."""
         while len(self._waiting) > left:
-            self._waiting.pop(0).result()
+            self._waiting[0][1].exception()  # an interrupt while waiting leaves it in the list
+            self._waiting.pop(0)[1].result()
 
     def take_ids(self) -> list[str]:
         """Return the ids that became durable since the last call."""
@@ -137,7 +147,7 @@ class PartSequence:
     def abort(self) -> None:
         """Commit nothing of the open part."""
         part, self._open, self._at_risk.part = self._open, None, None
-        if part is not None:
+        if part is not None and all(part is not waiting for waiting, _ in self._waiting):
             if part.n_samples:
                 _log.warning("%s: %d accepted samples were not committed", self._store.url, part.n_samples)
             part.abort()
@@ -147,9 +157,15 @@ class PartSequence:
         self._stop_timer()
         self._reminder.detach()
         self._executor.shutdown(wait=True)
-        for future in self._waiting:
+        for part, future in self._waiting:
             if (error := future.exception()) is not None:
-                _log.error("%s: a part could not be committed: %s", self._store.url, error)
+                _log.error("%s: part %s could not be committed: %s", self._store.url, part.part, error)
+
+    def drain(self) -> None:
+        """Wait until ended parts are durable or have failed; nothing is raised."""
+        for _, future in list(self._waiting):
+            with suppress(BaseException):
+                future.exception()
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -165,3 +181,17 @@ class PartSequence:
         _log.info("%s: committed part %s: %s", self._store.url, manifest.part, manifest.counts)
         # Only an atomic append: this thread must not wait for the writer's lock, whose holder may wait for it.
         self._durable.append(pack_strings(part.ids))
+
+
+_LIVE: weakref.WeakSet[PartSequence] = weakref.WeakSet()
+
+
+def _drain_all() -> None:
+    for sequence in list(_LIVE):
+        sequence.drain()
+
+
+# At exit, executors take no more work long before atexit's callbacks run; parts that ended by size or age still need
+# them. This hook is the one that runs before, and the one that concurrent.futures uses itself.
+if (_register := getattr(threading, "_register_atexit", None)) is not None:
+    _register(_drain_all)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hsfmt.codecs import crc32c, encode
+from hsfmt.cores import n_cores
 from hsfmt.digests import chunk_digest
 
 
@@ -59,10 +59,7 @@ class Pipeline:
 
     def __init__(self, threads: int | None, queue_nbytes: int) -> None:
         self.budget = ByteBudget(queue_nbytes)
-        workers = threads or min(
-            8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        )
-        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="hsfmt-encode")
+        self._pool = ThreadPoolExecutor(threads or min(8, n_cores()), thread_name_prefix="hsfmt-encode")
 
     def encode(self, codec: str, chunk: npt.NDArray[np.generic]) -> Future[Encoded]:
         """Start encoding a chunk."""

@@ -12,6 +12,7 @@ import json
 import os
 import secrets
 import struct
+import zipfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -87,6 +88,9 @@ def write_sample_file(
         raise UsageError.at(
             str(target), expected="a new file", got=got, remedy="choose another name, or say that it may be replaced"
         )
+    if "hsfmt" in tensors and target.suffix != ".safetensors":
+        got = "a column of that name, which is where the file says what else is known"
+        raise UsageError.at("hsfmt", expected="no such column", got=got, remedy="write a .safetensors file")
     if not target.parent.is_dir():
         raise NotFoundError.at(str(target.parent), expected="a folder to write into", got="nothing")
     try:
@@ -159,7 +163,11 @@ def _write_npz(file: IO[bytes], tensors: Mapping[str, FileTensor], attributes: M
         arrays[name] = tensor.patterns.view(np.bool_) if tensor.dtype == "bool" else tensor.patterns
         if tensor.dtype in ("bfloat16", "float8_e4m3fn"):
             arrays[f"{name}.dtype"] = np.array(tensor.dtype)
-    np.savez(file, allow_pickle=False, **arrays)
+    # Not np.savez, whose own parameters would clash with columns of the same names.
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, array in arrays.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
+                np.lib.format.write_array(entry, np.asanyarray(array), allow_pickle=False)
 
 
 def _write_pt(file: IO[bytes], tensors: Mapping[str, FileTensor], attributes: Mapping[str, Any]) -> None:

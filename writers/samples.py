@@ -24,6 +24,7 @@ from hsfmt.index import MAX_ID_NBYTES, MAX_META_NBYTES
 Array = npt.NDArray[Any]
 # Small enough to stay in a core's cache between the finiteness check and the digest.
 _BLOCK_NBYTES = 1 << 20
+_MAX_REASON_NBYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,10 +130,13 @@ def check_reason(sample_id: str, reason: object) -> None:
     Raises
     ------
     SampleError
-        It is not a string of Unicode text, or empty.
+        It is not a string of Unicode text, empty, or over 64 KiB.
     """
     if not isinstance(reason, str) or not reason or not _is_unicode(reason):
         raise SampleError.at(f"hole {sample_id!r}", expected="a reason", got=ascii(reason)[:100])
+    if len(reason.encode()) > _MAX_REASON_NBYTES:
+        expected = f"a reason of at most {_MAX_REASON_NBYTES} bytes"
+        raise SampleError.at(f"hole {sample_id!r}", expected=expected, got=f"{len(reason.encode())}")
 
 
 def is_positive(value: object) -> bool:

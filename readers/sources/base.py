@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from hsfmt.errors import NotFoundError, Problem, SourceError, StorageError
+from hsfmt.errors import HsfmtError, NotFoundError, Problem, SourceError, StorageError
 from hsfmt.readers.sources.meaning import SourceMeaning, check_against, check_options
 from hsfmt.readers.sources.sample_names import note_left_aside
 
@@ -161,7 +161,7 @@ class Source(ABC):
         NotFoundError
             There is no item.
         SourceError
-            No item can be read; all reasons (the first 20) at once.
+            No item can be read; all reasons at once.
         NotFoundError, UsageError
             The files can't be understood without something that only the user knows, or what the user said of the
             states (`--hidden-size`, `--model-config`) is not true of them.
@@ -180,7 +180,7 @@ class Source(ABC):
                 problems.extend(error.problems)
         if not problems:
             raise NotFoundError.at(str(self.root), expected=f"samples that source {self.name!r} reads", got="none")
-        raise SourceError(problems[:20])
+        raise SourceError(problems)
 
     def load(self, item: SourceItem) -> SourceSample:
         """Read one item, whole and checked against `meaning()`. Never executes a pickle.
@@ -205,7 +205,7 @@ class Source(ABC):
         try:
             return read(item)
         except OSError as error:
-            if isinstance(error, StorageError):
+            if isinstance(error, HsfmtError):
                 raise
             remedy = "make the file readable for this user" if isinstance(error, PermissionError) else ""
             raise StorageError.at(item.key, expected="a readable file", got=str(error), remedy=remedy) from error

@@ -68,20 +68,20 @@ class GenericPtSource(Source):
             ) from error
 
     def _look(self, item: SourceItem) -> SourceMeaning:
-        from hsfmt.readers.sources import torch_record
+        from hsfmt.readers.sources import orientation, torch_record
 
         record = torch_record.load_record(self.root / item.key, item.key)
         roles = torch_record.resolve_roles(record, self.options.key_map)
         n_tokens = len(torch_record.token_ids(record, roles))
         width = torch_record.check_width(record, roles, n_tokens, self.options.state_width())
         try:
-            orientation = torch_record.orientation(record, roles, n_tokens)
-        except torch_record.AmbiguousOrientationError as error:
+            found = orientation.find_orientation(record, roles, n_tokens)
+        except orientation.AmbiguousOrientationError as error:
             self._ambiguous = self._ambiguous or error.problems[0]
             raise
-        layer_first = orientation == torch_record.LAYER_FIRST
+        layer_first = found == orientation.LAYERS_FIRST
         blocks = torch_record.state_blocks(record, roles, n_tokens, hidden_size=width, layer_first=layer_first)
-        self._roles, self._orientation = roles, orientation
+        self._roles, self._orientation = roles, found
         keys = [roles.hidden_states] if roles.hidden_states else [roles.aux, roles.last]
         producer: dict[str, Any] = {"source_format": "pt", "source_keys": [key for key in keys if key]}
         return SourceMeaning(
@@ -96,32 +96,33 @@ class GenericPtSource(Source):
         )
 
     def _load(self, item: SourceItem) -> SourceSample:
-        from hsfmt.readers.sources.torch_record import LAYER_FIRST, load_record, read_sample
+        from hsfmt.readers.sources.orientation import LAYERS_FIRST
+        from hsfmt.readers.sources.torch_record import load_record, read_sample
 
         hidden_size = self.meaning().hidden_size
         assert self._roles is not None
         record = load_record(self.root / item.key, item.key)
         self._check_orientation(record)
-        layer_first = self._orientation == LAYER_FIRST
+        layer_first = self._orientation == LAYERS_FIRST
         return read_sample(record, self._roles, item.sample_id, hidden_size, layer_first=layer_first)
 
     def _check_orientation(self, record: Record) -> None:
         """Refuse the whole source if this sample has its axes in another order: then those of L == T are in doubt."""
-        from hsfmt.readers.sources import torch_record
+        from hsfmt.readers.sources import orientation, torch_record
 
         meaning, roles = self.meaning(), self._roles
         assert roles is not None
         n_tokens = len(torch_record.token_ids(record, roles))
         try:
-            found = torch_record.orientation(record, roles, n_tokens)
-        except torch_record.AmbiguousOrientationError:
+            found = orientation.find_orientation(record, roles, n_tokens)
+        except orientation.AmbiguousOrientationError:
             if self._orientation is None:
                 raise
             return
-        usual = self._orientation or torch_record.TOKEN_FIRST
+        usual = self._orientation or orientation.TOKENS_FIRST
         if found in (None, usual):
             return
-        layer_first = found == torch_record.LAYER_FIRST
+        layer_first = found == orientation.LAYERS_FIRST
         try:
             blocks = torch_record.state_blocks(
                 record, roles, n_tokens, hidden_size=meaning.hidden_size, layer_first=layer_first

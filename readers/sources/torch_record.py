@@ -27,12 +27,6 @@ if TYPE_CHECKING:
     from hsfmt.readers.sources.options import KeyMap
 
 _METADATA_NBYTES = 64 << 10
-TOKEN_FIRST = "[token, layer, hidden]"
-LAYER_FIRST = "[layer, token, hidden]"
-
-
-class AmbiguousOrientationError(SourceError):
-    """A record with as many tokens as layers, whose axes can't be told apart without other records."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +151,12 @@ def check_width(record: Record, roles: KeyMap, n_tokens: int, stated: int | None
     if key is None or roles.last is not None:
         return None
     value = record.entry(key)
-    if isinstance(value, list | tuple | dict):
-        return stated
+    if isinstance(value, dict):
+        return None
+    if isinstance(value, list | tuple):
+        pieces = [check_tensor(piece, record.at(key), record.nbytes) for piece in value]
+        same = len(pieces) > 1 and len({piece.shape[-1:] for piece in pieces}) == 1
+        return None if same else stated
     rows = batched(check_tensor(value, record.at(key), record.nbytes), n_tokens)
     if rows.ndim != 2:
         return None
@@ -178,47 +176,6 @@ def check_width(record: Record, roles: KeyMap, n_tokens: int, stated: int | None
             remedy="give the hidden_size of the model that made the states",
         )
     return stated
-
-
-def orientation(record: Record, roles: KeyMap, n_tokens: int) -> str | None:
-    """Say which axis of the record's states counts tokens, as far as that can be seen; `last` has one layer anyway.
-
-    Returns
-    -------
-    str or None
-        `TOKEN_FIRST` for [token, layer, hidden], `LAYER_FIRST` for [layer, token, hidden]; None where there is no tensor
-        of three axes, or none whose first two are of use.
-
-    Raises
-    ------
-    AmbiguousOrientationError
-        There are as many tokens as layers.
-    SourceError
-        Both kinds are in one entry, or the states are no tensors.
-    """
-    key = roles.hidden_states or roles.aux
-    value = record.entry(key) if key is not None else None
-    if key is None or isinstance(value, dict):
-        return None
-    where = record.at(key)
-    pieces = value if isinstance(value, list | tuple) else [value]
-    tensors = [batched(check_tensor(piece, where, record.nbytes), n_tokens) for piece in pieces]
-    # [1, 1, H] reads the same both ways.
-    shapes = [tuple(tensor.shape[:2]) for tensor in tensors if tensor.ndim == 3 and tuple(tensor.shape[:2]) != (1, 1)]
-    found = {TOKEN_FIRST for a, b in shapes if a == n_tokens != b} | {
-        LAYER_FIRST for a, b in shapes if a != n_tokens == b
-    }
-    if len(found) > 1:
-        raise SourceError.at(where, expected="one order of the axes", got=f"{TOKEN_FIRST} and {LAYER_FIRST}")
-    if found:
-        return found.pop()
-    if (n_tokens, n_tokens) in shapes:
-        raise AmbiguousOrientationError.at(
-            where,
-            expected=f"{TOKEN_FIRST} or {LAYER_FIRST}, told apart by their lengths",
-            got=f"as many layers as tokens: shape {[*shapes[0], tensors[0].shape[-1]]}",
-        )
-    return None
 
 
 def state_blocks(

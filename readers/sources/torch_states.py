@@ -133,7 +133,7 @@ def _check_states(value: Any, where: str, file_nbytes: int) -> torch.Tensor:
         raise SourceError.at(
             where,
             expected="a tensor, or a list of tensors, one a layer",
-            got=f"a dict with the keys {', '.join(map(str, list(value)[:8]))}",
+            got=f"dict with the keys {', '.join(map(str, list(value)[:8]))}",
             remedy="save the layers as a list of [token, hidden], in the order of --layer-ids",
         )
     tensor = check_tensor(value, where, file_nbytes)
@@ -144,7 +144,7 @@ def _check_states(value: Any, where: str, file_nbytes: int) -> torch.Tensor:
 
 def _length_remedy(tensor: torch.Tensor, n_pieces: int, n_tokens: int) -> str:
     if tensor.ndim == 3 and tensor.shape[1] == n_tokens:
-        return "the axes of layers and tokens are not where this source has them: save it again with [token, layer, hidden]"
+        return "layers and tokens are on other axes than in this source: save the states as [token, layer, hidden]"
     if n_pieces == n_tokens:
         return "this looks like a list with one entry a token: save a list with one [token, hidden] a layer"
     return columns.CACHED_TOKENS

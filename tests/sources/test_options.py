@@ -40,17 +40,38 @@ def test_key_maps_that_are_none(text, words):
         parse_key_map(text)
 
 
-@pytest.mark.parametrize("config", [{"num_hidden_layers": 61}, {"text_config": {"num_hidden_layers": 61}}])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"num_hidden_layers": 61, "hidden_size": 8},
+        {"text_config": {"num_hidden_layers": 61, "hidden_size": 8}},
+        {"hidden_size": 99, "num_hidden_layers": 9, "text_config": {"num_hidden_layers": 61, "hidden_size": 8}},
+        {"hidden_size": 8, "text_config": {"num_hidden_layers": 61}},
+    ],
+)
 def test_model_layers(tmp_path, config):
     (tmp_path / "config.json").write_text(json.dumps(config))
     for path in (tmp_path, tmp_path / "config.json"):
-        assert SourceOptions(model_config=str(path)).model_layers() == 61
+        options = SourceOptions(model_config=str(path))
+        assert (options.model_layers(), options.state_width()) == (61, 8)
+        assert SourceOptions(model_config=str(path), hidden_size=4).state_width() == 4
+    assert SourceOptions().state_width() is None
     assert SourceOptions().model_layers() is None
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "[]", "{}", '{"num_hidden_layers": true}', '{"num_hidden_layers": -1}', '{"text_config": 3}', "[" * 99999],
+    [
+        "",
+        "[]",
+        "{}",
+        '{"num_hidden_layers": 3}',
+        '{"hidden_size": 3}',
+        '{"num_hidden_layers": true}',
+        '{"num_hidden_layers": -1}',
+        '{"text_config": 3}',
+        "[" * 99999,
+    ],
 )
 def test_configs_that_do_not_say(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
@@ -59,5 +80,5 @@ def test_configs_that_do_not_say(tmp_path, text):
 
 
 def test_no_config(tmp_path):
-    with pytest.raises(NotFoundError):
+    with pytest.raises(NotFoundError, match=r"--model-config .*config\.json: expected .* got No such file"):
         SourceOptions(model_config=str(tmp_path)).model_layers()

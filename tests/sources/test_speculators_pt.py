@@ -97,6 +97,26 @@ def test_without_a_config_the_layers_are_asked_for(folder):
     assert find_source(folder).name == "pt"
 
 
+def test_a_config_of_another_model(folder):
+    (folder / "config.json").write_text('{"num_hidden_layers": 7, "hidden_size": 16}')
+    with pytest.raises(UsageError) as info:
+        find_source(folder, options=SourceOptions(model_config=str(folder))).meaning()
+    assert [problem.got for problem in info.value.problems] == ["16", "7"]
+    with pytest.raises(UsageError, match="--hidden-size"):
+        find_source(folder, options=SourceOptions(hidden_size=16)).meaning()
+
+
+def test_gaps_in_the_numbers_are_noted(folder):
+    for number in (5, 9):
+        torch.save(record(), folder / f"data_{number}.pt")
+    (folder / "sample_lengths.json").write_text(json.dumps({"0": 4, "7": 4, "12": 4, "x": 1}))
+    (note,) = find_source(folder).notes
+    assert note == "the numbers of data_{i} have gaps, 6 without a file: 3, 4, 6, 7, 8, 12"
+    (folder / "deep").mkdir()
+    torch.save(record(), folder / "deep" / "data_1.pt")
+    assert "the numbers of data_{i} in deep/ have gaps, 1 without a file: 0" in find_source(folder).notes
+
+
 def test_two_runs_in_one_folder(folder):
     for name, layers in (("a", [2, 7]), ("b", [3, 7])):
         (folder / name).mkdir()
@@ -161,13 +181,16 @@ def test_concatenated_files(tmp_path, data_dir, accounted_for):
     assert settle_final_norm(meaning, None) == "post"
     states = source.load(source.items[0]).hidden_states
     assert states[:, :, 0].tolist() == [[0, 1, 2, 3]] * 4
-    config_path = str(data_dir / "tiny-llama" / "config.json")
-    assert find_source(tmp_path, options=SourceOptions(model_config=config_path)).meaning().layers == (3, 5, 6, 8)
+    config_path = tmp_path / ".config.json"
+    config_path.write_text('{"num_hidden_layers": 8, "hidden_size": 8}')
+    assert find_source(tmp_path, options=SourceOptions(model_config=str(config_path))).meaning().layers == (3, 5, 6, 8)
+    with pytest.raises(UsageError, match=r"tiny-llama.*\[hidden_size\]: expected 8, .* got 128"):
+        find_source(tmp_path, options=SourceOptions(model_config=str(data_dir / "tiny-llama"))).meaning()
 
 
 def test_concatenated_files_of_a_model_too_small_for_the_rule(tmp_path):
     torch.save(concatenated(), tmp_path / "data_0.ckpt")
-    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"num_hidden_layers": 4}}))
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"num_hidden_layers": 4, "hidden_size": 8}}))
     source = find_source(tmp_path, options=SourceOptions(model_config=str(tmp_path)))
     assert source.meaning().layers is None
 

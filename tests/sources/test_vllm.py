@@ -131,6 +131,8 @@ def test_subfolders_and_natural_order(folder, save_safetensors, accounted_for):
     ("tensors", "words"),
     [
         ({"hidden_states": STATES, "token_ids": IDS[:2]}, "states of 3 tokens"),
+        ({"hidden_states": STATES, "token_ids": IDS[:2]}, r"this looks like \[layer, token, hidden\]"),
+        ({"hidden_states": STATES, "token_ids": IDS[:1]}, "prefix caching"),
         ({"hidden_states": STATES, "token_ids": IDS.astype(np.float32)}, "integer token ids"),
         ({"hidden_states": STATES, "token_ids": IDS[None]}, r"shape \[1, 3\]"),
         ({"hidden_states": STATES[0], "token_ids": IDS}, r"shape \[2, 4\]"),

@@ -180,9 +180,13 @@ def test_duplicates_are_shadowed_and_verify(dataset, tmp_path, build_dataset):
     assert sealed.snapshot.counts["shadowed"] == 4
     assert sorted(sealed.snapshot.shadowed_same.tolist()) == [0, 1, 1, 1]
     assert sealed.snapshot.counts["retracted"] == 1
-    report = verify(dataset, level="full")
-    assert report.problems == ()
-    assert report.counts.samples == 10
+    for level in LEVELS:
+        report = verify(dataset, level=level)
+        (finding,) = report.problems
+        assert (finding.severity, finding.code, finding.samples) == ("warning", "shadowed_different", ("s0-0",))
+        assert report.counts.samples == 10
+    seal(dataset, retract=["s0-0"])
+    assert verify(dataset, level="full").problems == ()
 
 
 def test_a_part_of_nothing_but_holes_verifies(dataset, build_dataset):

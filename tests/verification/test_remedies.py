@@ -17,20 +17,23 @@ def test_the_codes_are_part_of_the_interface():
     """Scripts match them: a code may be added, none may change."""
     assert sorted(REMEDIES) == [
         "all_zero", "attachment", "chunk_crc", "chunk_decode", "chunk_digest", "content_digest", "corrupt", "counts",
-        "dataset_digest", "digest", "extra_digest", "header", "incomplete_snapshot", "loss_mask", "malformed",
-        "metadata", "missing", "n_supervised", "negative_ids", "never_sealed", "newer_format", "newer_parts",
-        "nonfinite", "not_checked", "padding", "replaces", "sample_id", "shard_index", "size", "snapshot_order",
-        "snapshot_part", "snapshot_rows", "temporary", "too_large", "uncommitted", "unexpected", "unreadable",
-        "unstable_read", "values", "zarr_json",
+        "dataset_digest", "digest", "extra_digest", "foreign", "header", "incomplete_snapshot", "loss_mask",
+        "malformed", "metadata", "missing", "n_supervised", "negative_ids", "never_sealed", "newer_format",
+        "newer_parts", "nonfinite", "not_checked", "old_snapshot", "padding", "replaces", "sample_id",
+        "shadowed_different", "shard_index", "size", "snapshot_order", "snapshot_part", "snapshot_rows", "temporary",
+        "too_large", "uncommitted", "unexpected", "unreadable", "unstable_read", "values", "zarr_json",
     ]  # fmt: skip
 
 
 def test_advice_depends_on_what_is_damaged():
-    assert "samples again" in remedy("corrupt", "hsfmt/index/part-0.safetensors")
+    for code in ("corrupt", "counts"):
+        assert "remove hsfmt/manifests/part-0.json" in remedy(code, "hsfmt/index/part-0.safetensors")
+    assert "hsfmt seal" in remedy("counts", "hsfmt/manifest.json")
     assert "hsfmt seal" in remedy("corrupt", "hsfmt/manifest.json")
     assert "hsfmt seal" in remedy("missing", "hsfmt/snapshots/00/ids.safetensors")
-    assert "header" in remedy("missing", "zarr.json")
-    assert "manifest and format imply" in remedy("missing", "parts/part-0/zarr.json")
+    assert "from the manifests" in remedy("missing", "zarr.json")
+    assert "remove hsfmt/manifests/part-0.json" in remedy("missing", "parts/part-0/zarr.json")
+    assert "DatasetWriter" in remedy("missing", "parts/zarr.json")
 
 
 def test_findings_are_ordered_by_severity_then_place():
