@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from hsfmt.columns import CORE_COLUMNS
 from hsfmt.errors import UsageError
 from hsfmt.header import Header
 from hsfmt.readers.open_snapshot import SampleIds, sample_number
-from hsfmt.readers.sample_arrays import SampleArrays, SampleRequest, layer_planes
+from hsfmt.readers.sample_arrays import SampleArrays, SampleRequest, integer, layer_ids, layer_planes, refuse_overlap
 from hsfmt.readers.sample_reader import ReadOptions, SampleReader
 from hsfmt.storage import Store
 
@@ -56,7 +57,8 @@ class HiddenStateDataset:
         View "speculators" refuses a dataset whose final state is not known to be before the final norm, since trainers
         apply the norm themselves from speculators 0.4 on. "post" or "unknown" takes a dataset whose header says so.
     extras
-        Names of extra columns that raw items carry too.
+        Names of extra columns that raw items carry too. One that neither the first nor the last part has is refused at
+        once, for which their indexes are read; a part between that lacks it is found when a sample of it is read.
     n_threads
         Threads that fetch and decode; None: up to 4, and 1 in a worker process.
     storage_options
@@ -89,14 +91,13 @@ class HiddenStateDataset:
     ) -> None:
         if view not in VIEWS:
             raise UsageError.at("view", expected=f"one of {', '.join(VIEWS)}", got=repr(view)[:60])
-        for name, value in (("max_length", max_length), ("n_threads", n_threads)):
-            if value is not None and (type(value) is not int or value < 1):
-                raise UsageError.at(name, expected="an integer from 1 on, or None", got=repr(value)[:60])
-        if isinstance(layers, int):
-            raise UsageError.at("layers", expected="a list of HF ids", got=repr(layers), remedy=f"say [{layers}]")
+        if max_length is not None:
+            max_length = integer(max_length, "max_length", "an integer from 1 on, or None", 1)
+        if isinstance(extras, str):
+            raise UsageError.at("extras", expected="a list of names", got=repr(extras)[:60], remedy=f"say [{extras!r}]")
         self.view = view
         self.max_length = max_length
-        self._layers = None if layers is None else tuple(int(layer) for layer in layers)
+        self._layers = None if layers is None else layer_ids(layers)
         self._dequantize = view == "speculators" if dequantize is None else dequantize
         self._extras = tuple(extras)
         read_options = ReadOptions(unsafe_skip_checks=unsafe_skip_checks, n_threads=n_threads)
@@ -106,6 +107,8 @@ class HiddenStateDataset:
             from hsfmt.readers.views import check_trainable
 
             check_trainable(self.header, self._layers, allow_final_norm)
+        if self._extras and len(self):
+            self._check_extras()
 
     def __repr__(self) -> str:
         return f"HiddenStateDataset({self.reader.store.url!r}, view={self.view!r}, snapshot={self.fingerprint!r})"
@@ -165,13 +168,19 @@ class HiddenStateDataset:
         from hsfmt.readers.views import as_array
 
         view = self._view()
-        wanted = self._layers if layers is None else tuple(layers)
+        wanted = self._layers if layers is None else layer_ids(layers)
         direct = None
+        if out is not None:
+            if not hasattr(out, "stride"):
+                raise UsageError.at("out", expected="a CPU tensor", got=type(out).__name__)
+            refuse_overlap(out.shape, out.stride(), 1)
         if out is not None and view.hidden_states_dtype == out.dtype and not (view.dequantize and view.scale_column):
             direct = as_array(out, self.header.dtype)
         length = self._length(index)
-        if stop is not None and stop > length:
-            raise UsageError.at(f"tokens of sample {index}", expected=f"stop of at most {length}", got=str(stop))
+        if stop is not None:
+            where, expected = f"tokens of sample {index}", f"stop of at most {length}"
+            if integer(stop, where, expected) > length:
+                raise UsageError.at(where, expected=expected, got=str(stop))
         request = SampleRequest(index, start, length if stop is None else stop, direct)
         item = view.raw(self.reader.read_requests([request], layers=wanted, extras=view.columns)[0])
         if out is not None:
@@ -247,6 +256,14 @@ class HiddenStateDataset:
     def _length(self, index: int) -> int:
         length = int(self.reader.lengths[sample_number(index, len(self))])
         return length if self.max_length is None else min(length, self.max_length)
+
+    def _check_extras(self) -> None:
+        ends = {int(self.reader.snapshot.part[number]) for number in (0, -1)}
+        known = set().union(*(self.reader.parts.get(number).columns for number in ends)) - set(CORE_COLUMNS)
+        missing = [str(name) for name in self._extras if name not in known]
+        if missing:
+            expected = f"extra columns of this dataset: {', '.join(sorted(known)) or 'it has none'}"
+            raise UsageError.at("extras", expected=expected, got=", ".join(missing))
 
     def _view(self) -> View:
         from hsfmt.readers.views import View

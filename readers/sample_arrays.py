@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,20 +121,21 @@ def layer_ids(layers: Iterable[int]) -> tuple[int, ...]:
     return tuple(integer(layer, "layers", "integers, HF ids of layers") for layer in layers)
 
 
-def integer(value: object, where: str, expected: str) -> int:
+def integer(value: object, where: str, expected: str, least: int | None = None) -> int:
     """Return a value of any integer type as an int.
 
     Raises
     ------
     UsageError
-        It is of another type, bool for one.
+        It is of another type, bool for one, or below `least`.
     """
-    try:
-        if not isinstance(value, bool):
-            return operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        pass
-    raise UsageError.at(where, expected=expected, got=repr(value)[:60])
+    number = None
+    if not isinstance(value, bool):
+        with suppress(TypeError):
+            number = operator.index(value)  # type: ignore[arg-type]
+    if number is None or (least is not None and number < least):
+        raise UsageError.at(where, expected=expected, got=repr(value)[:60])
+    return number
 
 
 def layer_planes(header: Header, layers: Iterable[int] | None) -> list[int]:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hsfmt import digests
-from hsfmt.errors import CorruptionError, SampleNotFoundError, UsageError
+from hsfmt.errors import CorruptionError, SampleNotFoundError
 from hsfmt.header import Header
 from hsfmt.layout import index_path
 from hsfmt.readers.batch import ReadBatch
@@ -56,14 +56,10 @@ class ReadOptions:
     chunk_cache_nbytes: int = 32 << 20
 
     def __post_init__(self) -> None:
-        least = {"n_threads": 1, "part_cache_nbytes": 0, "chunk_cache_nbytes": 0}
-        for name, minimum in least.items():
-            value = getattr(self, name)
-            if value is None and name == "n_threads":
-                continue
-            expected = f"an integer from {minimum} on{', or None' if name == 'n_threads' else ''}"
-            if integer(value, name, expected) < minimum:
-                raise UsageError.at(name, expected=expected, got=repr(value)[:60])
+        if self.n_threads is not None:
+            integer(self.n_threads, "n_threads", "an integer from 1 on, or None", 1)
+        for name in ("part_cache_nbytes", "chunk_cache_nbytes"):
+            integer(getattr(self, name), name, "an integer from 0 on", 0)
 
 
 @dataclass(slots=True)

@@ -11,8 +11,8 @@ from contextlib import contextmanager, suppress
 
 from hsfmt.errors import CorruptionError, FormatError, HsfmtError, NotFoundError, StorageError
 from hsfmt.storage.base import BytesLike, ObjectWriter, Store, check_path, check_prefix, flat_view
+from hsfmt.storage.exclusive import publish_new
 
-_NO_HARD_LINKS = frozenset({errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK})
 _ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR})
 _REMEDIES = {
     errno.ENOSPC: "free space on this file system and run again; committed parts are intact",
@@ -114,12 +114,10 @@ class LocalStore(Store):
             temporary = _temporary_name(final)
             try:
                 _write_new(temporary, data)
-                created = _link(temporary, final)
+                created = publish_new(temporary, final)
             finally:
                 with suppress(FileNotFoundError):
                     os.unlink(temporary)
-            if created is None:
-                created = _create_exclusively(final, data)
             # Also when it was there: the one who made it may not have come to this line, and we rely on it from now on.
             self._sync_to_root(os.path.dirname(final))
         return created
@@ -264,37 +262,6 @@ def _write_new(path: str, data: BytesLike) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def _link(temporary: str, final: str) -> bool | None:
-    """Return True if `final` is ours now, False if it was there, None if the file system has no hard links."""
-    try:
-        os.link(temporary, final)
-    except FileExistsError:
-        # A retransmitted NFS request reports its own success as EEXIST; the link count tells.
-        return os.stat(temporary).st_nlink > 1
-    except OSError as error:
-        if error.errno in _NO_HARD_LINKS:
-            return None
-        raise
-    return True
-
-
-def _create_exclusively(final: str, data: BytesLike) -> bool:
-    """As link(), but a crash inside can leave a short file, which its digest gives away."""
-    try:
-        fd = _open_new(final)
-    except FileExistsError:
-        return False
-    try:
-        _write_all(fd, data)
-        os.fsync(fd)
-    except BaseException:
-        os.unlink(final)
-        raise
-    finally:
-        os.close(fd)
-    return True
 
 
 def _fsync_directory(folder: str, *, must: bool) -> None:

@@ -13,8 +13,6 @@ from hsfmt.sealing import seal
 from hsfmt.storage import open_store
 
 LOST = r"manifests: expected a manifest of all 2 part\(s\) .* got 1 without one, with 2 of its 5 sample\(s\): p1 —"
-    "hsfmt/manifests: expected the manifest of each of the 2 parts .* none for 1 of them, with 2 of its 5 samples: p1 "
-)
 
 
 @pytest.fixture
