@@ -169,8 +169,8 @@ def run_all(work: Callable[[_T], None], items: list[_T], n_threads: int, *, inli
     except BaseException as error:  # noqa: BLE001  raised below
         run.over = True
         interrupt = error
-    # Interrupts come at calls and where a loop turns back. The first is raised below; those that follow while threads are
-    # busy are swallowed, hence the loops: one can come while another is being swallowed.
+    # Interrupts come at calls and where a loop turns back. The first is raised below; those that follow while threads
+    # are busy are swallowed, hence the loops: one can come while another is being swallowed.
     while run.active:
         try:
             while run.active:

@@ -88,4 +88,6 @@ def _folder_locked(folder: str) -> Iterator[None]:
             fcntl.flock(fd, fcntl.LOCK_EX)
         yield
     finally:
+        with suppress(OSError):  # close() alone would leave it to a child that was forked meanwhile
+            fcntl.flock(fd, fcntl.LOCK_UN)
         os.close(fd)

@@ -15,7 +15,7 @@ from hsfmt.readers.sources.connector_file import connector_entries
 from hsfmt.readers.sources.folder import Folder
 from hsfmt.readers.sources.listing import list_folder
 from hsfmt.readers.sources.options import SourceOptions
-from hsfmt.readers.sources.sample_names import is_torch_name
+from hsfmt.readers.sources.sample_names import is_torch_name, stray_reason
 
 if TYPE_CHECKING:
     from hsfmt.readers.sources.base import Source
@@ -148,8 +148,10 @@ def _find_name(listing: Folder) -> str:
         raise NotFoundError.at(
             str(listing.root),
             expected=f"a folder of one of the sources {', '.join(SOURCE_NAMES)}",
-            got=f"{len(names)} files of other kinds ({', '.join(kinds[:8])})",
-            remedy="compressed files have to be unpacked first" if any(path.endswith(".gz") for path in names) else "",
+            got=f"{len(names)} files of other kinds ({', '.join(kinds[:8])})"
+            if names
+            else "hidden files, which are not read",
+            remedy=next(filter(None, (stray_reason(path, "") for path in names)), ""),
         )
     if len(found) > 1:
         raise UsageError.at(
@@ -232,34 +234,37 @@ def _peek(listing: Folder, paths: list[str]) -> Record:
 def _ambiguous(listing: Folder, record: Record) -> UsageError:
     """The error with a problem, and so a line, for each reading of the files and the options that ask for it."""
     from hsfmt.readers.sources.key_sets import is_rows, programs_of, state_keys
+    from hsfmt.readers.sources.torch_states import is_tensor
 
-    programs = programs_of(record)
+    programs, keys = programs_of(record), sorted(state_keys(record))
     shapes = ", ".join(f"{key} {_shape(value)}" for key, value in sorted(record.entries.items()))
     known = ", ".join(program.name for program in programs) or "no program known here"
+    entries = record.entries.items()
+    dicts = [name for name, value in entries if isinstance(value, dict) and any(map(is_tensor, value.values()))]
+    choices = bool(keys) or not dicts
+    advice = "say what they are, with the options of a line below (HF layer ids, n layers in the model)"
     problems = [
         Problem(
             str(listing.root),
             "files whose keys say what they hold",
             f"{record.where} with {shapes}; such keys are written by {known}",
-            "say what they are with the options of one of the lines below (HF layer ids, n layers in the model)",
+            advice if choices else "",
         )
     ]
     for program in programs:
         options = f"--map {program.key_map} --layer-ids {program.layer_ids} --final-norm {program.final_norm}"
-        problems.append(_choice(f"if {program.name} wrote them", options))
-    keys = sorted(state_keys(record))
-    key, others = (keys[0], "") if len(keys) == 1 else ("KEY", " --map ignore=OTHER_KEY")
-    options = f"--map hidden_states={key}{others} --layer-ids IDS --final-norm NORM"
-    if key == "KEY" or is_rows(record, key):
-        options += " --hidden-size N (to split rows of several states)"
-    problems.append(_choice("if one entry holds all layers", options))
-    if not programs:
-        options = "--map aux=KEY,last=KEY --layer-ids IDS --final-norm NORM"
-        problems.append(_choice("if the last layer has an entry of its own", options))
-    for name, value in record.entries.items():
-        if isinstance(value, dict):
-            remedy = "states in a dict are not read: save a list of [token, hidden], in the order of --layer-ids"
-            problems.append(Problem(record.at(name), "a tensor, or a list of tensors", "a dict", remedy))
+        problems.append(_choice(f"to read as {program.name}", options))
+    if choices:
+        key, others = (keys[0], "") if len(keys) == 1 else ("KEY", " --map ignore=OTHER_KEY")
+        options = f"--map hidden_states={key}{others} --layer-ids IDS --final-norm NORM"
+        if key == "KEY" or is_rows(record, key):
+            options += " --hidden-size N (to split rows of several states)"
+        problems.append(_choice("to read one entry as all layers", options))
+        if not programs:
+            options = "--map aux=KEY,last=KEY --layer-ids IDS --final-norm NORM"
+            problems.append(_choice("to read the last layer from an entry of its own", options))
+    remedy = "states in a dict are not read: save a list of [token, hidden], in the order of --layer-ids"
+    problems.extend(Problem(record.at(name), "a tensor, or a list of tensors", "a dict", remedy) for name in dicts)
     return UsageError(problems)
 
 

@@ -1,5 +1,8 @@
 """Sets of ids in flat memory, against Python's own."""
 
+import itertools
+import sys
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -53,7 +56,61 @@ def test_keys_that_share_a_half_are_told_apart(monkeypatch):
     assert ["a" in ids, "b" in ids, "c" in ids, "d" in ids] == [True, True, False, False]
     ids.update([b"c", b"d", b"b"])
     assert len(ids) == 4
-    assert np.all(np.diff(ids._high.astype(object)) >= 0)
+    assert np.all(np.diff(ids._ids.high.astype(object)) >= 0)
+
+
+def step_by_step(function, act):
+    """Call a function, and `act` before each of its instructions, and of those of the functions in its module."""
+
+    def trace(frame, event, arg):
+        if frame.f_code.co_filename != idset.__file__:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            act()
+        return trace
+
+    former = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        return function()
+    finally:
+        sys.settrace(former)
+
+
+def test_who_asks_during_a_merge_finds_all_of_it():
+    ids = IdSet()
+    ids.update([b"merged", b"too"])
+    ids.add("recent")
+    asked = []
+
+    def ask():
+        asked.append(len(ids))
+        assert "merged" in ids
+        assert "recent" in ids
+
+    step_by_step(lambda: ids.update([b"a", b"b"]), ask)
+    assert len(asked) > 50
+    assert sorted(set(asked)) == [3, 5]
+    assert asked == sorted(asked)
+
+
+def test_a_merge_while_somebody_asks_hides_nothing():
+    for step in itertools.count():
+        ids = IdSet()
+        ids.update([b"b", b"c"])
+        ids.add("a")
+        steps = itertools.count()
+
+        def merge(ids=ids, steps=steps, step=step):
+            if next(steps) == step:
+                ids.update(b"other-%d" % number for number in range(20))
+
+        asked = [step_by_step(lambda wanted=wanted, ids=ids: wanted in ids, merge) for wanted in "abc"]
+        assert asked == [True, True, True]
+        if next(steps) <= step:
+            break
+    assert step > 50
 
 
 MEMORY = """

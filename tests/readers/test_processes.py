@@ -149,7 +149,7 @@ def test_two_datasets_share_the_threads(write):
     second[0]
     first[1]
     assert threading.active_count() <= max(before, 3 + before - 1)
-    assert len(threads._POOLS.get(3)._threads) <= 3
+    assert threads._POOLS.get(3).n_started <= 3
 
 
 def test_blosc_stays_off_the_main_thread(write, monkeypatch):

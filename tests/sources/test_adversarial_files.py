@@ -180,5 +180,5 @@ def test_hostile_files_alone_are_an_error_not_an_absence(data_dir):
 
 def test_only_compressed_files(tmp_path):
     (tmp_path / "data_0.ckpt.gz").write_bytes(b"\x1f\x8b")
-    with pytest.raises(NotFoundError, match="unpacked first"):
+    with pytest.raises(NotFoundError, match="unpack it first"):
         find_source(tmp_path)

@@ -47,7 +47,7 @@ def test_keys_with_several_meanings_are_asked_about(tmp_path, states, programs):
     assert "--from pt --map" in text
     # A dump of all layers in one entry is no program's own, but anyone's.
     key = next(iter(states)) if len(states) == 1 else "KEY"
-    assert f"if one entry holds all layers: expected --from pt --map hidden_states={key}" in text
+    assert f"to read one entry as all layers: expected --from pt --map hidden_states={key}" in text
     assert "--hidden-size N" in text
     assert "--layer-ids" in text
     assert "--final-norm" in text
@@ -188,6 +188,9 @@ def test_states_in_a_dict(tmp_path):
     torch.save(record, tmp_path / "x.pt")
     with pytest.raises(UsageError, match=r"x\.pt\[hidden_states\]: .* save a list of \[token, hidden\]"):
         find_source(tmp_path)
+    with pytest.raises(UsageError) as info:
+        find_source(tmp_path)
+    assert "--map" not in str(info.value)
     with pytest.raises(SourceError, match=r"got dict with the keys 2, 5 — save the layers as a list"):
         find_source(tmp_path, "pt").meaning()
 

@@ -185,5 +185,12 @@ def test_a_folder_whose_name_is_not_utf8(root):
 
 def test_nothing_but_hidden_files(tmp_path):
     (tmp_path / ".a.pt").touch()
-    with pytest.raises(NotFoundError):
+    with pytest.raises(NotFoundError, match="got hidden files, which are not read"):
+        find_source(tmp_path)
+
+
+@pytest.mark.parametrize(("name", "words"), [("a.PT", "rename it to a.pt"), ("a.pt.gz", "gunzip")])
+def test_nothing_but_files_that_look_like_samples(tmp_path, name, words):
+    (tmp_path / name).touch()
+    with pytest.raises(NotFoundError, match=words):
         find_source(tmp_path)

@@ -183,7 +183,7 @@ def test_several_arrow_files_large_lists_and_batches(copy_of):
         ('{"_data_files": []}', "each once"),
         (f'{{"_data_files": [{{"filename": "{ARROW}"}}, {{"filename": "{ARROW}"}}]}}', "each once"),
         ('{"_data_files": [{"filename": "../secret.arrow"}]}', "secret"),
-        ('{"_data_files": [{"filename": "gone.arrow"}]}', "gone"),
+        ('{"_data_files": [{"filename": "gone.arrow"}]}', "'gone.arrow' missing — copy the dataset again"),
         (f'{{"_data_files": [{{"filename": "{ARROW}"}}], "_indices_data_files": [1]}}', "index mapping"),
         ('{"_data_files": [{"filename": "dataset_info.json"}]}', "Arrow stream"),
     ],

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hsfmt.errors import NotFoundError, SourceError
-from hsfmt.readers.sources import AbsentSampleError, find_source, hole_reason, settle_layers
+from hsfmt.readers.sources import AbsentSampleError, SourceOptions, find_source, hole_reason, settle_layers
 
 STATES = np.ones((3, 2, 4), dtype=ml_dtypes.bfloat16)
 IDS = np.array([5, 6, 7])
@@ -52,6 +52,22 @@ def test_the_user_must_say_the_layers(folder):
     with pytest.raises(ValueError, match="eagle_aux_hidden_state_layer_ids of the vLLM command line"):
         settle_layers(meaning, None)
     assert settle_layers(meaning, [2, 8]) == (2, 8)
+
+
+def test_the_users_word_is_held_to_the_files(folder, tmp_path):
+    config = tmp_path / ".config.json"
+    config.write_text('{"num_hidden_layers": 8, "hidden_size": 4}')
+    meaning = find_source(folder, options=SourceOptions(hidden_size=4, model_config=str(config))).meaning()
+    assert settle_layers(meaning, [2, 8]) == (2, 8)
+    with pytest.raises(ValueError, match=r"ids up to 8, .*got 2,9"):
+        settle_layers(meaning, [2, 9])
+    with pytest.raises(ValueError, match=r"--hidden-size: expected 4, .*got 8"):
+        find_source(folder, options=SourceOptions(hidden_size=8)).meaning()
+    config.write_text('{"num_hidden_layers": 8, "hidden_size": 8}')
+    with pytest.raises(ValueError, match=r"\[hidden_size\]: expected 4, .*got 8"):
+        find_source(folder, options=SourceOptions(model_config=str(config))).meaning()
+    with pytest.raises(NotFoundError, match="--model-config nowhere"):
+        find_source(folder, options=SourceOptions(model_config="nowhere")).meaning()
 
 
 def test_a_request_named_by_the_outputs_alone(folder):

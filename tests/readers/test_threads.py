@@ -1,0 +1,269 @@
+"""The pool of the readers under interrupts: what a signal handler raises at any moment leaves nothing running or locked."""
+
+import dis
+import functools
+import gc
+import itertools
+import os
+import signal
+import sys
+import threading
+import time
+import weakref
+
+import numpy as np
+import pytest
+from written import assert_same
+
+from hsfmt.readers import threads
+from hsfmt.readers.fetch import Fetcher
+from hsfmt.readers.sample_reader import ReadOptions, SampleReader
+from hsfmt.readers.threads import run_all
+
+# After these, CPython looks for signals whose handlers are due.
+LOOKS_FOR_SIGNALS = ("CALL", "RESUME", "JUMP_BACKWARD", "POP_JUMP_BACKWARD")
+
+
+class Interrupt(BaseException):
+    pass
+
+
+@pytest.fixture
+def alarm():
+    """SIGALRM raises Interrupt in the main thread; yields a function that sends it there."""
+
+    def strike(*_):
+        raise Interrupt
+
+    former = signal.signal(signal.SIGALRM, strike)
+    yield lambda: signal.pthread_kill(threading.main_thread().ident, signal.SIGALRM)
+    signal.signal(signal.SIGALRM, former)
+
+
+@functools.cache
+def instructions(code):
+    """Instruction names by offset, and which exception handler covers each."""
+    names = {instruction.offset: instruction.opname for instruction in dis.get_instructions(code)}
+    entries = dis.Bytecode(code).exception_entries
+    handlers = {at: [entry.target for entry in entries if entry.start <= at < entry.end] for at in names}
+    return names, handlers
+
+
+def interrupted(function, place):
+    """Call a function and raise Interrupt at the place-th moment in threads.py where a signal can strike; return if so.
+
+    A signal strikes at the end of an instruction, a tracer before the next one: where another handler covers that, the
+    two are not the same, and the moment is left out.
+    """
+    moments = itertools.count()
+    latest = {}
+
+    def trace(frame, event, arg):
+        if frame.f_code.co_filename != threads.__file__:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            names, handlers = instructions(frame.f_code)
+            before, now = latest.get(frame), frame.f_lasti
+            latest[frame] = now
+            can_strike = before is not None and names[before].startswith(LOOKS_FOR_SIGNALS)
+            if can_strike and handlers[before] == handlers[now] and next(moments) == place:
+                raise Interrupt
+        return trace
+
+    former = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        function()
+    except Interrupt:
+        return True
+    finally:
+        sys.settrace(former)
+    return False
+
+
+class Work:
+    """What was begun and what ended."""
+
+    def __init__(self, seconds=0.001):
+        self.begun, self.ended, self.seconds = [], [], seconds
+
+    def __call__(self, item):
+        self.begun.append(item)
+        time.sleep(self.seconds)
+        self.ended.append(item)
+
+
+def within(seconds, function):
+    """Fail instead of hanging."""
+    thread = threading.Thread(target=function, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_an_interrupt_anywhere(monkeypatch, fresh):
+    """The threads that are started by and by, and those that are there."""
+    monkeypatch.setattr(threads, "_POOLS", threads._Pools())
+    run_all(Work(), [1, 2], 2, inline=False)
+    past = []
+    for place in itertools.count():
+        if fresh and place < 40:
+            threads._POOLS.after_fork()
+        work = Work()
+        struck = interrupted(lambda work=work: run_all(work, [1, 2, 3], 2, inline=False), place)
+        assert sorted(work.begun) == sorted(work.ended), "nobody is at work any more"
+        past.append((work, list(work.begun)))
+        again = Work(0)
+        within(20, lambda again=again: run_all(again, [1, 2, 3, 4], 2, inline=False))
+        assert sorted(again.ended) == [1, 2, 3, 4]
+        if not struck:
+            break
+    assert place > 15
+    assert sorted(work.ended) == [1, 2, 3]
+    assert all(work.begun == begun for work, begun in past), "nobody went to work later"
+
+
+def test_threads_that_an_interrupt_hid_are_few(monkeypatch):
+    monkeypatch.setattr(threads, "_POOLS", threads._Pools())
+    for _ in range(50):
+        run_all(Work(0), [1, 2, 3], 2, inline=False)
+    assert threads._POOLS.get(2).n_started == 2
+
+
+@pytest.mark.parametrize("n_strikes", [1, 5])
+def test_a_signal_takes_effect_when_the_work_in_hand_is_done(alarm, n_strikes):
+    work = Work()
+
+    def struck(item):
+        work.begun.append(item)
+        for _ in range(n_strikes if item == 1 else 0):
+            alarm()
+            time.sleep(0.02)
+        time.sleep(0.1)
+        work.ended.append(item)
+
+    with pytest.raises(Interrupt):
+        run_all(struck, list(range(1, 100)), 2, inline=False)
+    assert sorted(work.begun) == sorted(work.ended)
+    assert 1 in work.begun
+    assert len(work.begun) < 10, "the rest is left out"
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+def test_nothing_is_written_to_out_after_an_interrupted_read(write, monkeypatch, alarm, codec):
+    written = write(codec=codec)
+    reader = SampleReader(written.url, options=ReadOptions(n_threads=2))
+    reader.read_many(range(10))
+    deliver = Fetcher._deliver
+
+    def slow(self, *rest):
+        alarm()
+        time.sleep(0.1)
+        deliver(self, *rest)
+
+    out = np.zeros((64, 3, 8), np.uint16)
+    with monkeypatch.context() as patch:
+        patch.setattr(Fetcher, "_deliver", slow)
+        with pytest.raises(Interrupt):
+            reader.read(7, out=out)
+    out[:] = 7
+    assert_same(reader.read(5, out=out[:33]), written.content["id-005"])
+    kept = out.copy()
+    time.sleep(0.3)
+    np.testing.assert_array_equal(out, kept)
+    assert_same(reader.read(7), written.content["id-007"])
+
+
+def test_an_interrupted_process_exits(run_python, repo_root):
+    code = """
+    import faulthandler, signal, threading, time
+    from hsfmt.readers.threads import run_all
+    faulthandler.dump_traceback_later(60, exit=True)
+    def work(item):
+        if item == 5:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        time.sleep(0.01)
+    try:
+        run_all(work, list(range(100)), 3, inline=False)
+    except KeyboardInterrupt:
+        print("interrupted")
+    """
+    assert run_python("if 1:" + code, path=repo_root).strip() == "interrupted"
+
+
+@pytest.mark.parametrize("kind", [ValueError, StopIteration, KeyboardInterrupt])
+def test_what_work_raises_is_raised(kind):
+    done = []
+
+    def work(item):
+        if item == 3:
+            raise kind(item)
+        time.sleep(0.01)
+        done.append(item)
+
+    with pytest.raises(kind, match="3"):
+        run_all(work, list(range(1000)), 2, inline=False)
+    assert len(done) < 20
+
+
+class Buffer:
+    pass
+
+
+def test_nothing_is_kept_of_a_read_that_ended():
+    """Nor until the garbage collector comes: buffers are large."""
+    gc.collect()
+    gc.disable()
+    try:
+        for failing in (False, True):
+            buffer = Buffer()
+            kept = weakref.ref(buffer)
+
+            def work(item, buffer=buffer, failing=failing):
+                if failing:
+                    raise ValueError(f"{buffer} {item}")
+
+            if failing:
+                try:
+                    run_all(work, [1, 2, 3], 2, inline=False)
+                except ValueError:
+                    pass
+            else:
+                run_all(work, [1, 2, 3], 2, inline=False)
+            del buffer, work
+            deadline = time.monotonic() + 10  # the threads let go of it after the caller goes on
+            while kept() is not None and time.monotonic() < deadline:
+                time.sleep(0.001)
+            assert kept() is None
+    finally:
+        gc.enable()
+
+
+def test_with_fewer_threads_than_asked_for(monkeypatch):
+    monkeypatch.setattr(threads, "_POOLS", threads._Pools())
+    start, allowed = threads._thread.start_new_thread, [1]
+
+    def limited(*args):
+        if not allowed:
+            raise RuntimeError("can't start new thread")
+        allowed.pop()
+        return start(*args)
+
+    monkeypatch.setattr(threads._thread, "start_new_thread", limited)
+    work = Work(0)
+    run_all(work, [1, 2, 3, 4], 3, inline=False)
+    assert work.ended == [1, 2, 3, 4]
+    with pytest.raises(RuntimeError, match="can't start"):
+        run_all(work, [1, 2], 2, inline=False)
+
+
+def test_cores_where_the_system_knows_no_affinity(write, monkeypatch):
+    """As on macOS."""
+    monkeypatch.delattr(os, "sched_getaffinity")
+    for reported, expected in ((2, 2), (64, 4), (None, 1)):
+        monkeypatch.setattr(os, "cpu_count", lambda reported=reported: reported)
+        assert threads.default_threads() == expected
+    written = write([5])
+    assert_same(SampleReader(written.url).read(0), written.content["id-000"])
