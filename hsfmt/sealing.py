@@ -199,7 +199,13 @@ def _directories(parts: list[LoadedPart]) -> set[str]:
 
 def _retracted(store: Store, *, skip_missing: bool = False) -> set[str]:
     pointer = read_pointer(store)
-    return set() if pointer is None else _retracted_by(store, pointer.fingerprint, skip_missing=skip_missing)
+    if pointer is not None:
+        return _retracted_by(store, pointer.fingerprint, skip_missing=skip_missing)
+    # The pointer may be lost, and nothing un-retracts: what any snapshot has taken out stays out.
+    ids: set[str] = set()
+    for snapshot in snapshots_to_keep(store):
+        ids |= _retracted_by(store, snapshot.fingerprint, skip_missing=skip_missing)
+    return ids
 
 
 def _retracted_by(store: Store, fingerprint: str, *, skip_missing: bool = False) -> set[str]:

@@ -4,13 +4,14 @@ import os
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from hsfmt import HiddenStateDataset, seal
+from hsfmt import DatasetWriter, HiddenStateDataset, seal
 from hsfmt.digests import digest
 from hsfmt.errors import HsfmtError, StorageError
-from hsfmt.readers.verification import verify
+from hsfmt.readers.verification import LEVELS, verify
 from hsfmt.storage.local import LocalStore
 
 
@@ -380,3 +381,17 @@ def test_links_that_lead_nowhere_or_out_are_findings(dataset):
     (dataset / "parts/part-1").symlink_to("/usr")
     report = verify(dataset, level="full")
     assert {f.path.split("/")[1] for f in report.errors} >= {"part-0", "part-1"}
+
+
+def test_a_lost_manifest_of_a_part_of_holes_is_a_finding(tmp_path):
+    root = tmp_path / "dataset"
+    settings = {"layers": [1], "hidden_size": 4, "final_norm": "pre", "dtype": "float32"}
+    with DatasetWriter(root, part_names=iter(["one", "two"]).__next__, **settings) as writer:
+        writer.write("a", [1], np.ones((1, 1, 4), np.float32))
+        writer.commit()
+        writer.hole("b", "failed")
+    (root / "hsfmt/manifests/two.json").unlink()
+    for level in LEVELS:
+        assert ("error", "hsfmt/manifests/two.json") in {
+            (f.severity, f.path) for f in verify(root, level=level).problems
+        }

@@ -281,6 +281,15 @@ def test_retraction_is_carried_over_and_counts_as_present(url):
     assert snapshot.parts[snapshot.retracted_part[0]].name == "o0"
 
 
+def test_retraction_outlives_the_pointer(url):
+    commit(url, "a", "b", part="p1")
+    seal(url, retract=["a"])
+    (Path(url) / POINTER).unlink()
+    commit(url, "c", part="p2")
+    snapshot = seal(url).snapshot
+    assert (snapshot.n_samples, snapshot.counts["retracted"]) == (2, 1)
+
+
 def test_an_unknown_id_cannot_be_retracted(url):
     commit(url, "a")
     with pytest.raises(SampleNotFoundError, match="retract: expected ids of samples, got 2 unknown"):
