@@ -56,6 +56,9 @@ class ChunkCache(ForkAware):
                 return
             self._arrays[key] = array
             self._nbytes += array.nbytes
-            while self._arrays and self._nbytes > self._max_nbytes:
-                _, oldest = self._arrays.popitem(last=False)
-                self._nbytes -= oldest.nbytes
+            self._trim()
+
+    def _trim(self) -> None:
+        while self._arrays and self._nbytes > self._max_nbytes:
+            _, oldest = self._arrays.popitem(last=False)
+            self._nbytes -= oldest.nbytes

@@ -72,11 +72,9 @@ class DescriptorCache(ForkAware):
     def release(self, owner: int) -> None:
         """Close what an owner opened. Safe in a finalizer, which can run while this very thread holds the lock."""
         self._gone.append(owner)
-        if self._lock.acquire(blocking=False):
-            try:
+        if not self._lock.locked():
+            with self._lock:
                 self._trim(self._max_open)
-            finally:
-                self._lock.release()
 
     def after_fork(self) -> None:
         """Close the parent's descriptors in the child."""

@@ -91,10 +91,13 @@ class PartCache(ForkAware):
             if number not in self._parts:
                 self._parts[number] = part
                 self._nbytes += self._cost(number)
-            while self._nbytes > self._max_nbytes and len(self._parts) > 1:
-                oldest, _ = self._parts.popitem(last=False)
-                self._nbytes -= self._cost(oldest)
+            self._trim()
         return part
+
+    def _trim(self) -> None:
+        while self._nbytes > self._max_nbytes and len(self._parts) > 1:
+            oldest, _ = self._parts.popitem(last=False)
+            self._nbytes -= self._cost(oldest)
 
     def _cost(self, number: int) -> int:
         ref = self._snapshot.parts[number]

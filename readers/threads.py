@@ -10,6 +10,7 @@ from __future__ import annotations
 import _thread
 import multiprocessing
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
@@ -42,7 +43,7 @@ class _Run(Generic[_T]):
     active
         An entry for each thread that takes part.
     left
-        Gets an entry whenever a thread has left, to wake up the caller.
+        Gets, whenever a thread has left, how many still take part; 0 means that nobody will be at work any more.
     errors
         What `work` raised.
     """
@@ -54,7 +55,7 @@ class _Run(Generic[_T]):
         self._items = iter(items)
         self.over = False
         self.active: list[None] = []
-        self.left: SimpleQueue[None] = SimpleQueue()
+        self.left: SimpleQueue[int] = SimpleQueue()
         self.errors: list[BaseException] = []
 
     def take_part(self) -> None:
@@ -70,7 +71,7 @@ class _Run(Generic[_T]):
             self.errors.append(error)
         self.over = True
         self.active.pop()
-        self.left.put(None)
+        self.left.put(len(self.active))
 
 
 class _Pool:
@@ -90,17 +91,20 @@ class _Pool:
         RuntimeError
             The system allows no threads.
         """
-        with self._lock:
-            while self.n_started < self._n_threads:
-                try:
-                    _thread.start_new_thread(_serve, (self._runs,))
-                except RuntimeError:
-                    if not self.n_started:
-                        raise
-                    break
-                self.n_started += 1
         for _ in range(self._n_threads):
+            self._start_one()
             self._runs.put(run)
+
+    def _start_one(self) -> None:
+        with self._lock:
+            if self.n_started == self._n_threads:
+                return
+            try:
+                _thread.start_new_thread(_serve, (self._runs,))
+                self.n_started += 1
+            except RuntimeError:
+                if not self.n_started:
+                    raise
 
 
 def _serve(runs: SimpleQueue[_Run[Any]]) -> None:
@@ -164,19 +168,18 @@ def run_all(work: Callable[[_T], None], items: list[_T], n_threads: int, *, inli
     interrupt: BaseException | None = None
     try:
         _POOLS.get(n_threads).begin(run)
-        while run.active or not run.over:
-            run.left.get()
+        deque(iter(run.left.get, 0), maxlen=0)
     except BaseException as error:  # noqa: BLE001  raised below
         run.over = True
         interrupt = error
-    # Interrupts come at calls and where a loop turns back. The first is raised below; those that follow while threads
-    # are busy are swallowed, hence the loops: one can come while another is being swallowed.
+    # The first interrupt is raised below; those that follow while threads are busy are swallowed. Interrupts come after
+    # calls and where a loop turns back, which a `try` around the loop covers in some versions of Python only: the
+    # waiting is one call, and a loop in a loop swallows one that comes while another is being swallowed.
     while run.active:
         try:
             while run.active:
                 try:
-                    while run.active:
-                        run.left.get()
+                    deque(iter(run.left.get, 0), maxlen=0)
                 except BaseException as error:  # noqa: BLE001
                     interrupt = error if interrupt is None else interrupt
         except BaseException as error:  # noqa: BLE001

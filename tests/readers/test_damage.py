@@ -1,5 +1,6 @@
 """Whatever happens to stored bytes: a reader raises and names file and sample, or gives what was committed."""
 
+import errno
 import os
 import shutil
 
@@ -8,7 +9,8 @@ import pytest
 from written import CountingStore, RemoteLikeStore, assert_same, flip_bit
 
 from hsfmt import open_zarr, seal
-from hsfmt.errors import CorruptionError, HsfmtError, NotFoundError
+from hsfmt.errors import CorruptionError, HsfmtError, NotFoundError, StorageError
+from hsfmt.readers.descriptors import DESCRIPTORS
 from hsfmt.readers.sample_reader import ReadOptions, SampleReader, SampleRequest
 
 STORES = [CountingStore, RemoteLikeStore]
@@ -221,6 +223,53 @@ def test_a_replaced_file_is_opened_anew(write):
     shard.with_suffix(".new").write_bytes(good)
     shard.with_suffix(".new").replace(shard)
     assert_same(reader.read(1), written.content["id-001"])
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+def test_a_file_that_was_restored_is_read_again(write, codec):
+    """The one that is open is short for ever: its name leads to another one by now."""
+    written = write([9], parts=1, codec=codec)
+    shard = written.shards()[0]
+    good = shard.read_bytes()
+    reader = SampleReader(written.url)
+    assert_same(reader.read(0), written.content["id-000"])
+    with shard.open("r+b") as file:
+        file.truncate(10)
+    for _ in range(2):
+        with pytest.raises(CorruptionError, match=r"the end of the file after .* bytes .*id-000"):
+            reader.read(0)
+    restored = shard.with_name("restored")
+    restored.write_bytes(good)
+    restored.replace(shard)
+    assert_same(reader.read(0), written.content["id-000"])
+
+
+def test_a_handle_that_the_server_forgot_is_opened_again(write, monkeypatch):
+    written = write([9], parts=1)
+    reader = SampleReader(written.url, options=ReadOptions(n_threads=1))
+    reader.read(0)
+    preadv, stale = os.preadv, set()
+
+    def forgotten(fd, buffers, offset):
+        if fd in stale:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", forgotten)
+    stale |= {entry.fd for entry in DESCRIPTORS._files.values()}
+    # New descriptors would get the numbers of those that are closed.
+    held = [os.dup(min(stale)) for _ in range(20)]
+    close = os.close
+    monkeypatch.setattr(os, "close", lambda fd: None if fd in stale else close(fd))
+    assert_same(reader.read(0), written.content["id-000"])
+    stale |= set(range(4096))
+    with pytest.raises(StorageError, match="mount it again") as caught:
+        reader.read(0)
+    assert caught.value.errno == errno.ESTALE
+    stale.clear()
+    assert_same(reader.read(0), written.content["id-000"])
+    for fd in held:
+        close(fd)
 
 
 def test_a_fifo_does_not_hang(write):

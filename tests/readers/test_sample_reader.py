@@ -120,6 +120,85 @@ def test_out_takes_the_states(write):
         reader.read(5, out=out)
 
 
+def test_out_of_another_kind_is_refused(write):
+    reader = SampleReader(write().url)
+    big = np.empty((33, 3, 8), np.dtype(np.uint16).newbyteorder())
+    for bad in (big, np.empty((33, 3, 8), "S2"), np.empty((33, 3, 8)).tolist(), bytearray(33 * 3 * 8 * 2)):
+        with pytest.raises(UsageError, match="out: expected a writable array"):
+            reader.read(5, out=bad)
+
+
+def strided(shape, strides):
+    """uint16 elements at any strides, counted in elements."""
+    memory = np.zeros(sum(abs(stride) * n for stride, n in zip(strides, shape, strict=True)) + 1, np.uint16)
+    return np.lib.stride_tricks.as_strided(memory, shape, [2 * stride for stride in strides])
+
+
+@pytest.mark.parametrize(
+    "strides",
+    [(0, 8, 1), (24, 0, 1), (24, 8, 0), (0, 0, 0), (8, 8, 1), (23, 8, 1), (24, 7, 1), (24, 8, 1 << 5), (1, 1, 1)],
+)
+def test_out_whose_elements_overlap_is_refused(write, strides):
+    """An expanded tensor: each token would overwrite the one before."""
+    out = strided((33, 3, 8), strides)
+    with pytest.raises(UsageError, match="out: expected elements that do not overlap in memory"):
+        SampleReader(write().url).read(5, out=out)
+
+
+def test_out_of_any_layout_without_overlap_is_taken(write):
+    written = write()
+    reader = SampleReader(written.url)
+    square = np.zeros((33, 33, 3, 8), np.uint16)
+    diagonal = np.lib.stride_tricks.as_strided(square, (33, 3, 8), [34 * 48, 16, 2])
+    for out in (
+        np.zeros((8, 3, 33), np.uint16).T,
+        np.zeros((3, 8, 33), np.uint16).transpose(2, 0, 1),
+        np.zeros((66, 3, 16), np.uint16)[::-2, ::-1, ::2],
+        np.zeros((33, 1, 3, 1, 8), np.uint16).reshape(33, 3, 8),
+        diagonal,
+    ):
+        assert_same(reader.read(5, out=out), written.content["id-005"])
+    assert_same(reader.read(0, layers=[3], out=strided((1, 1, 8), (0, 0, 1))), written.content["id-000"], planes=[1])
+    assert reader.read(5, 4, 4, out=strided((0, 3, 8), (0, 0, 1))).hidden_states.shape == (0, 3, 8)
+
+
+@pytest.mark.parametrize("layers", ["25", b"25", [1.0], [1.9], ["1"], [True], [None], 1, 1.5, {1: 2}, [[1]]])
+def test_layers_are_integers_or_refused(write, layers):
+    """Nothing is rounded, parsed, or taken letter by letter."""
+    reader = SampleReader(write(layers=(1, 2, 5)).url)
+    with pytest.raises(UsageError, match="layers: expected"):
+        reader.read(0, layers=layers)
+
+
+def test_integers_of_any_type_are_taken(write):
+    written = write()
+    reader = SampleReader(written.url)
+    wanted = written.content["id-005"]
+    assert_same(reader.read(5, layers=np.array([1, 5], np.uint8)), wanted, planes=[0, 2])
+    assert_same(reader.read(5, layers=(np.int64(3),)), wanted, planes=[1])
+    assert_same(reader.read(5, np.int16(1), np.uint64(9)), wanted, 1, 9)
+
+
+@pytest.mark.parametrize("window", [(1.7, 3.9), (0, 3.0), ("0", None), (None, "3"), (True, 3), (0, True)])
+def test_windows_are_integers_or_refused(write, window):
+    with pytest.raises(UsageError, match=r"tokens of sample 5: expected a window within \[0, 33\)"):
+        SampleReader(write().url).read(5, *window)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"n_threads": wrong} for wrong in (0, -1, 1.5, "2", True)),
+        *({"part_cache_nbytes": wrong} for wrong in (-1, 1e9, None)),
+        *({"chunk_cache_nbytes": wrong} for wrong in (-1, 1e9, None)),
+    ],
+)
+def test_options_are_checked_when_made(options):
+    (name,) = options
+    with pytest.raises(UsageError, match=f"{name}: expected an integer from"):
+        ReadOptions(**options)
+
+
 def test_results_belong_to_the_caller(write):
     reader = SampleReader(write().url)
     first = reader.read(4)

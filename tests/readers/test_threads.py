@@ -1,5 +1,6 @@
-"""The pool of the readers under interrupts: what a signal handler raises at any moment leaves nothing running or locked."""
+"""The pool of the readers: what a signal handler raises at any moment leaves nothing at work and nothing locked."""
 
+import ast
 import dis
 import functools
 import gc
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 import weakref
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ from hsfmt.readers.threads import run_all
 
 # After these, CPython looks for signals whose handlers are due.
 LOOKS_FOR_SIGNALS = ("CALL", "RESUME", "JUMP_BACKWARD", "POP_JUMP_BACKWARD")
+LOOPS = (ast.While, ast.For, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
 class Interrupt(BaseException):
@@ -53,7 +56,8 @@ def interrupted(function, place):
     """Call a function and raise Interrupt at the place-th moment in threads.py where a signal can strike; return if so.
 
     A signal strikes at the end of an instruction, a tracer before the next one: where another handler covers that, the
-    two are not the same, and the moment is left out.
+    two are not the same, and the moment is left out. After a jump back it must not be so: some versions of Python leave
+    the jump out of the handler that covers the loop.
     """
     moments = itertools.count()
     latest = {}
@@ -66,8 +70,11 @@ def interrupted(function, place):
             names, handlers = instructions(frame.f_code)
             before, now = latest.get(frame), frame.f_lasti
             latest[frame] = now
-            can_strike = before is not None and names[before].startswith(LOOKS_FOR_SIGNALS)
-            if can_strike and handlers[before] == handlers[now] and next(moments) == place:
+            if before is None or not names[before].startswith(LOOKS_FOR_SIGNALS):
+                return trace
+            same = handlers[before] == handlers[now]
+            assert same or "JUMP" not in names[before], f"an uncovered jump in line {frame.f_lineno}"
+            if same and next(moments) == place:
                 raise Interrupt
         return trace
 
@@ -120,12 +127,24 @@ def test_an_interrupt_anywhere(monkeypatch, fresh):
         assert sorted(again.ended) == [1, 2, 3, 4]
         if not struck:
             break
-    assert place > 15
+    assert place > 12
     assert sorted(work.ended) == [1, 2, 3]
     assert all(work.begun == begun for work, begun in past), "nobody went to work later"
 
 
-def test_threads_that_an_interrupt_hid_are_few(monkeypatch):
+def test_no_loop_turns_back_under_a_lock(repo_root):
+    """Some versions of Python leave the jump out of what gives the lock back when a signal strikes there."""
+    n_locks = 0
+    for path in (repo_root / "readers").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.With) and any("_lock" in ast.unparse(item) for item in node.items):
+                n_locks += 1
+                inside = [at for statement in node.body for at in ast.walk(statement) if isinstance(at, LOOPS)]
+                assert not inside, f"{path}:{inside[0].lineno}"
+    assert n_locks > 8
+
+
+def test_threads_are_started_once(monkeypatch):
     monkeypatch.setattr(threads, "_POOLS", threads._Pools())
     for _ in range(50):
         run_all(Work(0), [1, 2, 3], 2, inline=False)
@@ -138,10 +157,10 @@ def test_a_signal_takes_effect_when_the_work_in_hand_is_done(alarm, n_strikes):
 
     def struck(item):
         work.begun.append(item)
+        time.sleep(0.1)  # the caller waits by now: Python misses a signal between its last look and the wait
         for _ in range(n_strikes if item == 1 else 0):
             alarm()
             time.sleep(0.02)
-        time.sleep(0.1)
         work.ended.append(item)
 
     with pytest.raises(Interrupt):
@@ -159,6 +178,7 @@ def test_nothing_is_written_to_out_after_an_interrupted_read(write, monkeypatch,
     deliver = Fetcher._deliver
 
     def slow(self, *rest):
+        time.sleep(0.05)
         alarm()
         time.sleep(0.1)
         deliver(self, *rest)
@@ -191,6 +211,20 @@ def test_an_interrupted_process_exits(run_python, repo_root):
         print("interrupted")
     """
     assert run_python("if 1:" + code, path=repo_root).strip() == "interrupted"
+
+
+def test_threads_that_outlive_the_main_one_go_on(run_python, repo_root):
+    code = """
+    import threading, time
+    from hsfmt.readers.threads import run_all
+    def late():
+        threading.main_thread().join()
+        done = []
+        run_all(done.append, list(range(10)), 2, inline=False)
+        print(sorted(done))
+    threading.Thread(target=late).start()
+    """
+    assert run_python("if 1:" + code, path=repo_root).strip() == str(list(range(10)))
 
 
 @pytest.mark.parametrize("kind", [ValueError, StopIteration, KeyboardInterrupt])
@@ -226,10 +260,8 @@ def test_nothing_is_kept_of_a_read_that_ended():
                     raise ValueError(f"{buffer} {item}")
 
             if failing:
-                try:
+                with suppress(ValueError):
                     run_all(work, [1, 2, 3], 2, inline=False)
-                except ValueError:
-                    pass
             else:
                 run_all(work, [1, 2, 3], 2, inline=False)
             del buffer, work

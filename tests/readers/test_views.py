@@ -142,6 +142,46 @@ def test_arguments_are_checked_when_opening(write):
         HiddenStateDataset(url, no_such=1)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"layers": wrong} for wrong in ("25", [2.9], [5.0], 5, ["5"], [True])),
+        *({"max_length": wrong} for wrong in (10.5, 0, -1, "10", True)),
+        *({"n_threads": wrong} for wrong in (0, -1, 2.0)),
+        *({"extras": wrong} for wrong in ("weight", ["nothing"], ["hidden_states"])),
+    ],
+)
+def test_an_option_of_another_kind_is_refused_when_opening(write, options):
+    url = write(layers=(1, 2, 5)).url
+    (name,) = options
+    with pytest.raises(UsageError, match=f"{name}: expected"):
+        HiddenStateDataset(url, **options)
+
+
+def test_options_of_numpy_are_taken(write):
+    dataset = HiddenStateDataset(write().url, layers=np.array([1, 5]), max_length=np.int64(9), n_threads=np.int32(2))
+    assert (dataset.layers, dataset.max_length) == ((1, 5), 9)
+    assert type(dataset.max_length) is int
+    assert dataset[5]["hidden_states"].shape == (9, 2, 8)
+
+
+@pytest.mark.parametrize("dequantize", [False, True])
+def test_reads_of_another_kind_are_refused(write, dequantize):
+    dataset = HiddenStateDataset(write(dtype="float8_e4m3fn").url, dequantize=dequantize)
+    for window in ((1.7, 3.9), (0, 3.9), (0, "3"), (0.0, None)):
+        with pytest.raises(UsageError, match="tokens of sample 5: expected"):
+            dataset.read(5, *window)
+    for layers in ("13", [1.5], 3):
+        with pytest.raises(UsageError, match="layers: expected"):
+            dataset.read(5, layers=layers)
+    expanded = torch.zeros(1, 3, 8, dtype=dataset.hidden_states_dtype).expand(33, 3, 8)
+    with pytest.raises(UsageError, match="out: expected elements that do not overlap"):
+        dataset.read(5, out=expanded)
+    assert not expanded.view(torch.uint8).any()
+    with pytest.raises(UsageError, match="out: expected a CPU tensor, got ndarray"):
+        dataset.read(5, out=np.zeros((33, 3, 8), np.uint8))
+
+
 def test_map_style(write):
     written = write()
     dataset = HiddenStateDataset(written.url, layers=[1, 5], max_length=9)
@@ -236,8 +276,8 @@ def test_extras_come_when_asked_for(write):
     assert item["weight"].view(torch.int16).tolist() == list(range(16))
     assert item["score"].item() == 4
     assert dataset[1]["score"] is None
-    with pytest.raises(UsageError, match="extras"):
-        HiddenStateDataset(written.url, extras=["nothing"])[0]
+    with pytest.raises(UsageError, match="extras: expected extra columns of this dataset: score, weight, got nothing"):
+        HiddenStateDataset(written.url, extras=["weight", "nothing"])
 
 
 def test_tensors_share_memory_with_what_was_read():

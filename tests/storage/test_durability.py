@@ -1,16 +1,21 @@
 """The order of system calls that makes an object durable, what a failure of any of them leaves, and races."""
 
+import ctypes
 import errno
+import fcntl
 import multiprocessing
 import os
 import pickle
+import signal
 import stat
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from hsfmt.errors import NotFoundError, StorageError
-from hsfmt.storage import open_store
+from hsfmt.storage import exclusive, open_store
 
 
 class Recorder:
@@ -142,6 +147,29 @@ def test_file_system_without_folder_sync_is_tolerated(store, recorder):
     assert store.read("a/x", 1) == b"1"
 
 
+@pytest.fixture(params=["renameat2", "unsupported", "no such function", "no locks"])
+def no_hard_links(request, monkeypatch):
+    """A file system without hard links; only the first has a rename that never replaces, and the last no locks."""
+
+    def refuse(*_):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    def unsupported(*_):
+        ctypes.set_errno(errno.EINVAL)
+        return -1
+
+    monkeypatch.setattr(os, "link", refuse)
+    if request.param == "renameat2":
+        if exclusive._renameat2() is None:
+            pytest.skip("the C library has no renameat2")
+    else:
+        found = None if request.param == "no such function" else unsupported
+        monkeypatch.setattr(exclusive, "_renameat2", lambda: found)
+    if request.param == "no locks":
+        monkeypatch.setattr(exclusive.fcntl, "flock", refuse)
+    return request.param
+
+
 @pytest.mark.parametrize("code", [errno.EPERM, errno.ENOTSUP, errno.ENOSYS])
 def test_create_without_hard_links_is_still_exclusive(store, recorder, code):
     recorder.fail["link"] = code
@@ -157,23 +185,118 @@ def test_create_without_hard_links_is_still_exclusive(store, recorder, code):
     ]
 
 
-def test_create_without_hard_links_removes_what_it_could_not_finish(store, recorder):
-    recorder.fail["link"] = errno.EPERM
+def test_without_hard_links_a_file_is_whole_and_durable_before_it_has_its_name(
+    store, no_hard_links, monkeypatch, tmp_path
+):
+    """Looked at before each step: a crash there leaves nothing of that name, or all of it."""
+    final, seen = tmp_path / "ds" / "x", []
+
+    def watched(real):
+        def call(*args, **kwargs):
+            seen.append(final.read_bytes() if final.exists() else None)
+            return real(*args, **kwargs)
+
+        return call
+
+    for name in ("write", "fsync", "rename", "unlink", "close"):
+        monkeypatch.setattr(os, name, watched(getattr(os, name)))
+    data = bytes(range(256)) * 100
+    monkeypatch.setattr(os, "write", lambda fd, part, real=os.write: real(fd, part[:1000]))
+    assert store.create("x", data) is True
+    assert set(seen) == {None, data}
+    assert seen.count(None) > len(data) / 1000
+    assert store.create("x", b"other") is False
+    assert store.read("x", 1 << 20) == data
+    assert store.list("") == ["x"]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning")
+def test_without_hard_links_a_killed_creator_is_in_nobodys_way(store, no_hard_links):
+    store.write("a/before", b"")
+    child = os.fork()
+    if child == 0:
+        real = os.write
+        os.write = lambda fd, data: os._exit(9 if real(fd, data[:3]) == 3 else 1)
+        store.create("a/x", b"half of it is written")
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    assert store.size("a/x") is None
+    assert store.create("a/x", b"whole") is True
+    assert store.read("a/x", 10) == b"whole"
+
+
+def test_without_hard_links_a_failure_leaves_nothing(store, no_hard_links, recorder):
     store.sync([""])
-    recorder.events.clear()
-    real, calls = os.write, []
-
-    def second_write_fails(fd, data):
-        calls.append(fd)
-        if len(calls) == 2:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return real(fd, data)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "write", second_write_fails)
-        with pytest.raises(StorageError):
-            store.create("x", b"1")
+    step = "fsync" if no_hard_links == "renameat2" else "rename"
+    recorder.fail[(step, "file")] = errno.ENOSPC
+    with pytest.raises(StorageError, match="No space") as caught:
+        store.create("x", b"1")
+    assert caught.value.errno == errno.ENOSPC
     assert store.list("") == []
+
+
+def test_a_rename_that_fails_is_typed(store, monkeypatch):
+    def full(*_):
+        ctypes.set_errno(errno.ENOSPC)
+        return -1
+
+    def refuse(*_):
+        raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(exclusive, "_renameat2", lambda: full)
+    with pytest.raises(StorageError, match="No space") as caught:
+        store.create("x", b"1")
+    assert caught.value.errno == errno.ENOSPC
+    assert store.list("") == []
+
+
+def test_without_hard_links_one_of_many_threads_creates(tmp_path, no_hard_links, monkeypatch):
+    """Each looks before any renames: what a lock, or a rename that never replaces, has to hold apart."""
+    lexists, barrier = os.path.lexists, threading.Barrier(4)
+
+    def slow(path):
+        result = lexists(path)
+        time.sleep(0.002)
+        return result
+
+    monkeypatch.setattr(os.path, "lexists", slow)
+
+    def create(round_, me, outcomes):
+        store = open_store(tmp_path / str(round_))
+        barrier.wait(60)
+        outcomes[me] = store.create("zarr.json", b"%d" % me * 1000)
+
+    for round_ in range(10):
+        outcomes = {}
+        threads = [threading.Thread(target=create, args=(round_, me, outcomes)) for me in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        winners = [me for me, created in outcomes.items() if created]
+        content = (tmp_path / str(round_) / "zarr.json").read_bytes()
+        assert content in [b"%d" % me * 1000 for me in winners], "whole, and of one who was told so"
+        assert [path.name for path in (tmp_path / str(round_)).iterdir()] == ["zarr.json"]
+        if no_hard_links != "no locks":
+            assert len(winners) == 1
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning")
+def test_a_child_forked_under_the_lock_does_not_keep_it(tmp_path):
+    with exclusive._folder_locked(str(tmp_path)):
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+    try:
+        fd = os.open(tmp_path, os.O_RDONLY)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(fd)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_link_that_nfs_reports_twice_is_ours(store, recorder, monkeypatch):
