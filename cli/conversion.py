@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
@@ -21,6 +20,7 @@ from hsfmt.cli.slices import Task, convert_slice
 from hsfmt.cli.warning_log import collected_warnings
 from hsfmt.cli.worker_pool import Work, run_slices
 from hsfmt.columns import STATES
+from hsfmt.cores import n_cores
 from hsfmt.errors import ExpectationError, HsfmtError, SourceError, StorageError
 from hsfmt.header import Header
 from hsfmt.idset import CommittedIds
@@ -187,7 +187,7 @@ def _task(plan: Plan, workers: int) -> Task:
     }
     if meaning.model:
         producer["source_model"] = meaning.model
-    cores = os.cpu_count() or 1
+    cores = n_cores()
     writer = {
         "layers": header.layers,
         "hidden_size": header.hidden_size,
