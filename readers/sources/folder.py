@@ -67,10 +67,18 @@ class Folder:
             raise SourceError(problems)
 
 
-def natural_key(path: str) -> tuple[tuple[tuple[str | int, ...], ...], str]:
+def natural_key(path: str) -> tuple[tuple[tuple[str | tuple[int, str], ...], ...], str]:
     """Sort key that counts, folder by folder: data_2 before data_10. Equal numbers fall back on the text."""
-    names = path.split("/")
-    return tuple(tuple(int(p) if i % 2 else p for i, p in enumerate(_DIGITS.split(name))) for name in names), path
+    return tuple(
+        tuple(_number(piece) if i % 2 else piece for i, piece in enumerate(_DIGITS.split(name)))
+        for name in path.split("/")
+    ), path
+
+
+def _number(digits: str) -> tuple[int, str]:
+    """A key that orders as int does, which refuses thousands of digits."""
+    digits = digits.lstrip("0")
+    return len(digits), digits
 
 
 def stem(path: str) -> str:

@@ -1,7 +1,8 @@
 """Reading `.pt` files that others wrote: zip structure and every CRC-32 first, then `torch.load(weights_only=True)`.
 
-`torch.load` checks no CRC, so a flipped bit would become a value. Storages are mapped, not read: a view of a huge
-storage costs only its own pages, once `dense` copies it.
+`torch.load` checks no CRC, so a flipped bit would become a value; what is read after the check is held to it by a
+`FileStamp`. Storages are read into memory. Only those of which a file needs a small part, or of a file over 1 GiB, are
+mapped, so that they cost no more than the pages that are copied.
 """
 
 from __future__ import annotations
@@ -9,66 +10,103 @@ from __future__ import annotations
 import re
 import zipfile
 import zlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hsfmt.errors import SourceError, UsageError
+from hsfmt.readers.sources.file_stamp import FileStamp
 from hsfmt.readers.sources.folder import HEAD_NBYTES, describe_foreign
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from typing import BinaryIO
+
+    import torch
 
 _ZIP_MAGIC = b"PK\x03\x04"
 _LEGACY_MAGIC = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _BLOCK_NBYTES = 1 << 20
 _PICKLE_NBYTES = 16 << 20
+# A file of at most this size is read whole if half of it is wanted, a smaller one than `_SMALL_NBYTES` always.
+_WHOLE_NBYTES = 1 << 30
+_SMALL_NBYTES = 1 << 20
 # Members that hold no tensor: the sizes of the others are what storages may have.
 _STORAGE = re.compile(r"/data/[0-9]+$")
 _UNSAFE = re.compile(r"GLOBAL (\S+) was not an allowed global")
 
 
-def load_torch_file(path: Path, where: str) -> tuple[Any, int]:
+def load_torch_file(path: Path, where: str) -> tuple[Any, FileStamp]:
     """Load a `.pt` file on the CPU, executing nothing.
 
     Returns
     -------
     tuple
-        What it holds, its tensors mapped from the file; and the file's size in bytes, which bounds their real data.
+        What it holds; and the stamp of the file, whose size bounds the tensors' real data. Tensors may be mapped: who
+        copies them checks the stamp afterwards.
 
     Raises
     ------
     SourceError
-        It is truncated, damaged (CRC-32), no PyTorch file, or holds an object that only executing code would make.
+        It is truncated, damaged (CRC-32), no PyTorch file, holds an object that only executing code would make, or
+        changed while it was read.
     UsageError
         No torch here, or one whose `weights_only` can be made to execute code.
     OSError
         The file can't be read.
     """
-    torch = import_torch()
+    import_torch()
     with path.open("rb") as file:
-        nbytes = file.seek(0, 2)
-        file.seek(0)
+        stamp = FileStamp.take(path, where, file.fileno())
         head = file.read(HEAD_NBYTES)
-    foreign = describe_foreign(head, nbytes)
-    if foreign is not None:
-        raise SourceError.at(where, expected="a PyTorch file", got=foreign)
-    is_zip = head.startswith(_ZIP_MAGIC)
-    if is_zip:
-        storage_sizes = check_zip(path, where)
-    elif not (head[:1] == b"\x80" and head[2:].startswith(_LEGACY_MAGIC)):
-        got = "a plain pickle, which is never loaded" if head[:1] == b"\x80" else f"bytes that begin with {head[:8]!r}"
-        raise SourceError.at(
-            where, expected="a PyTorch file", got=f"{nbytes} bytes that torch.save did not write: {got}"
-        )
+        foreign = describe_foreign(head, stamp.nbytes)
+        if foreign is not None:
+            raise SourceError.at(where, expected="a PyTorch file", got=foreign)
+        is_zip = head.startswith(_ZIP_MAGIC)
+        if not is_zip and not (head[:1] == b"\x80" and head[2:].startswith(_LEGACY_MAGIC)):
+            plain = "a plain pickle, which is never loaded"
+            got = plain if head[:1] == b"\x80" else f"bytes that begin with {head[:8]!r}"
+            raise SourceError.at(
+                where, expected="a PyTorch file", got=f"{stamp.nbytes} bytes that torch.save did not write: {got}"
+            )
+        value = _load_zip(file, stamp) if is_zip else _load(file, stamp)
+    # Before anyone touches a page of a mapping: one that lies past the end of its file ends the process with SIGBUS.
+    # That is left to a file which is cut while its pages are copied.
+    stamp.check_unchanged()
+    return value, stamp
+
+
+def _load_zip(file: BinaryIO, stamp: FileStamp) -> Any:
+    members = check_zip(file, stamp.where)
+    value = _load(stamp.path, stamp)
+    storages = _storages(value)
+    # A mapped storage is only a slice of the file: hold it to the size of a member.
+    known = sorted({0, *(member.file_size for member in members)})
+    for storage, _ in storages:
+        if storage.nbytes() not in known:
+            raise SourceError.at(stamp.where, expected=f"storages of {known} bytes", got=f"one of {storage.nbytes()}")
+    wanted = sum(min(used, storage.nbytes()) for storage, used in storages)
+    if stamp.nbytes > _SMALL_NBYTES and stamp.nbytes > min(2 * wanted, _WHOLE_NBYTES):
+        return value
+    value = _load(file, stamp)
+    if any(member.CRC for member in members):
+        _check_read(value, {(member.file_size, member.CRC) for member in members}, stamp)
+    return value
+
+
+def _load(source: BinaryIO | Path, stamp: FileStamp) -> Any:
+    """Load from an open file, into memory, or from a path, mapped."""
+    import torch
+
+    mapped = isinstance(source, Path)
+    if not isinstance(source, Path):
+        source.seek(0)
     try:
-        value = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+        return torch.load(source, map_location="cpu", weights_only=True, mmap=mapped)
     except (OSError, MemoryError):
         raise
     except Exception as error:
-        # A malformed pickle can raise anything.
-        raise _not_loadable(error, path, where) from error
-    if is_zip:
-        _check_storages(value, storage_sizes, where)
-    return value, nbytes
+        # A malformed pickle can raise anything, and so can a file that changes meanwhile.
+        stamp.check_unchanged()
+        raise _not_loadable(error, stamp.path, stamp.where) from error
 
 
 def import_torch() -> Any:
@@ -96,15 +134,15 @@ def import_torch() -> Any:
     return torch
 
 
-def check_zip(path: Path, where: str) -> list[int]:
+def check_zip(file: BinaryIO, where: str) -> list[zipfile.ZipInfo]:
     """Check structure and CRC-32 of every member of a `.pt` zip, in blocks of 1 MiB.
 
     A file saved with `torch.serialization.set_crc32_options(False)` has zeros for all of them: nothing to check.
 
     Returns
     -------
-    list of int
-        Sizes of the storages in the file, in bytes.
+    list of zipfile.ZipInfo
+        The members that are storages.
 
     Raises
     ------
@@ -114,7 +152,7 @@ def check_zip(path: Path, where: str) -> list[int]:
         The file can't be read.
     """
     try:
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(file) as archive:
             members = sorted(archive.infolist(), key=lambda member: member.header_offset)
             _check_members(members, where)
             if any(member.CRC for member in members):
@@ -125,10 +163,10 @@ def check_zip(path: Path, where: str) -> list[int]:
             raise
         # zipfile's own words for a missing end are that this is no zip file, which its beginning denies.
         end = "its end is missing" if str(error) == "File is not a zip file" else str(error)
-        got = f"{path.stat().st_size} bytes that are truncated or damaged: {end}"
+        got = f"{file.seek(0, 2)} bytes that are truncated or damaged: {end}"
         remedy = "copy the file again or extract the sample again"
         raise SourceError.at(where, expected="a whole PyTorch file", got=got, remedy=remedy) from error
-    return [member.file_size for member in members if _STORAGE.search(member.filename)]
+    return [member for member in members if _STORAGE.search(member.filename)]
 
 
 def _check_members(members: list[zipfile.ZipInfo], where: str) -> None:
@@ -170,11 +208,11 @@ def _check_crc(archive: zipfile.ZipFile, member: zipfile.ZipInfo, where: str) ->
         ) from error
 
 
-def _check_storages(value: Any, sizes: list[int], where: str) -> None:
-    """A mapped storage is only a slice of the file: hold it to the size of a member."""
+def _storages(value: Any) -> list[tuple[torch.UntypedStorage, int]]:
+    """The storages of the tensors in a loaded value, each once, with the bytes that its tensors hold together."""
     import torch
 
-    known = {0, *sizes}
+    found: dict[tuple[int, int], tuple[torch.UntypedStorage, int]] = {}
     stack, seen = [value], set()
     while stack:
         item = stack.pop()
@@ -183,13 +221,30 @@ def _check_storages(value: Any, sizes: list[int], where: str) -> None:
         seen.add(id(item))
         if isinstance(item, torch.Tensor):
             if item.device.type == "cpu" and item.layout is torch.strided:
-                nbytes = item.untyped_storage().nbytes()
-                if nbytes not in known:
-                    raise SourceError.at(where, expected=f"storages of {sorted(known)} bytes", got=f"one of {nbytes}")
+                storage = item.untyped_storage()
+                key = storage.data_ptr(), storage.nbytes()
+                found[key] = storage, item.nbytes + (found[key][1] if key in found else 0)
         elif isinstance(item, dict):
             stack.extend(item.values())
         elif isinstance(item, list | tuple):
             stack.extend(item)
+    return list(found.values())
+
+
+def _check_read(value: Any, known: set[tuple[int, int]], stamp: FileStamp) -> None:
+    """Hold what was read to the CRCs: torch reads by rules of its own, and the file may have changed meanwhile."""
+    import torch
+
+    for storage, _ in _storages(value):
+        data = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+        if data.size and (data.size, zlib.crc32(data.data)) not in known:
+            stamp.check_unchanged()
+            raise SourceError.at(
+                stamp.where,
+                expected="storages with the CRC-32 that was stored with them",
+                got=f"other {data.size} bytes than the file's: it is damaged where its members are listed",
+                remedy="restore the file from a copy or extract the sample again",
+            )
 
 
 def _not_loadable(error: Exception, path: Path, where: str) -> SourceError:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from hsfmt.readers.sources.file_stamp import FileStamp
     from hsfmt.readers.sources.options import KeyMap
 
 _METADATA_NBYTES = 64 << 10
@@ -31,12 +32,21 @@ _METADATA_NBYTES = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a file of `nbytes` bytes holds: `entries` without the keys of None values, which are in `none_keys`."""
+    """What a file holds: `entries` without the keys of None values, which are in `none_keys`."""
 
-    where: str
+    stamp: FileStamp
     entries: dict[str, Any]
     none_keys: tuple[str, ...]
-    nbytes: int
+
+    @property
+    def where(self) -> str:
+        """What messages call the file."""
+        return self.stamp.where
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the file."""
+        return self.stamp.nbytes
 
     def at(self, key: str) -> str:
         """Where an entry is, for messages."""
@@ -66,7 +76,7 @@ def load_record(path: Path, where: str) -> Record:
     OSError
         The file can't be read.
     """
-    value, nbytes = load_torch_file(path, where)
+    value, stamp = load_torch_file(path, where)
     if isinstance(value, list | tuple) and len(value) == 1:
         value = value[0]
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
@@ -77,7 +87,7 @@ def load_record(path: Path, where: str) -> Record:
             remedy="save {'input_ids': ids, 'hidden_states': [a tensor [token, hidden] for each layer]}",
         )
     entries = {key: entry for key, entry in value.items() if entry is not None}
-    return Record(where, entries, tuple(key for key, entry in value.items() if entry is None), nbytes)
+    return Record(stamp, entries, tuple(key for key, entry in value.items() if entry is None))
 
 
 def _kind(value: Any) -> str:
@@ -220,7 +230,10 @@ def read_sample(
     Raises
     ------
     SourceError
-        As `state_blocks`; a mask that is none; or an entry that no role takes, which would be lost.
+        As `state_blocks`; a mask that is none; an entry that no role takes, which would be lost; or the file changed
+        since its bytes were checked.
+    OSError
+        The file is gone.
     """
     input_ids = token_ids(record, roles)
     n_tokens = len(input_ids)
@@ -230,7 +243,9 @@ def read_sample(
         values = row_values(record.entry(roles.loss_mask), record.at(roles.loss_mask), record.nbytes)
         mask = columns.loss_mask(values, n_tokens, record.at(roles.loss_mask))
     metadata = _metadata(record, roles, n_tokens)
-    return SourceSample(sample_id, input_ids, stack_layers(blocks, record.where), mask, metadata)
+    sample = SourceSample(sample_id, input_ids, stack_layers(blocks, record.where), mask, metadata)
+    record.stamp.check_unchanged()
+    return sample
 
 
 def _metadata(record: Record, roles: KeyMap, n_tokens: int) -> dict[str, Any]:

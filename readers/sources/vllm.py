@@ -2,36 +2,30 @@
 
 Sample id: the data file's path below the folder without `.safetensors`, which is the request id that vLLM gave it.
 A `.lock` beside a data file is its normal companion; a `.lock` alone is a request whose states never came.
-A JSON document of request outputs (`kv_transfer_params.hidden_states_path`, `prompt_token_ids`) is used to check ids.
+A JSON document of request outputs (`kv_transfer_params.hidden_states_path`, `prompt_token_ids`) is used to check ids;
+`request_outputs` says which file each of them goes with.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
-
-import numpy as np
+from typing import TYPE_CHECKING, ClassVar
 
 from hsfmt.errors import Problem, SourceError
-from hsfmt.readers.sources import connector_file
+from hsfmt.readers.sources import connector_file, request_outputs
 from hsfmt.readers.sources.base import Source, SourceItem, SourceSample, Stray, SupportFile
 from hsfmt.readers.sources.folder import natural_key, stem
 from hsfmt.readers.sources.sample_names import stray_reason
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from hsfmt.readers.sources.folder import Folder
     from hsfmt.readers.sources.meaning import SourceMeaning
+    from hsfmt.readers.sources.request_outputs import Request
 
-SUFFIX = ".safetensors"
+SUFFIX = request_outputs.SUFFIX
 LAYERS_FROM = (
     "they are the eagle_aux_hidden_state_layer_ids of the vLLM command line (--speculative-config, ascending); "
     "each counts the layers passed, as --layer-ids does"
 )
-_MANIFEST_NBYTES = 1 << 30
 
 
 class VllmSource(Source):
@@ -45,47 +39,22 @@ class VllmSource(Source):
         data = {path for path in sizes if path.endswith(SUFFIX)}
         broken = {file.path: file.problem for file in folder.broken if file.path.endswith(SUFFIX)}
         locked = {path.removesuffix(connector_file.LOCK_SUFFIX) for path in sizes if path.endswith(SUFFIX + ".lock")}
-        self._prompts: dict[str, _Prompt] = {}
+        requests: list[Request] = []
         for path, nbytes in sizes.items():
             if path in data or path.removesuffix(connector_file.LOCK_SUFFIX) in locked:
                 continue
-            prompts = self._read_manifest(path, nbytes) if path.endswith((".json", ".jsonl")) else {}
-            self._prompts.update(prompts)
-            if prompts:
+            found, notes = request_outputs.read_document(self.root / path, path, nbytes)
+            requests.extend(found)
+            self.notes.extend(notes)
+            if found:
                 self.support.append(SupportFile(path, "request outputs"))
             else:
                 self.strays.append(Stray(path, stray_reason(path, f"not a {SUFFIX} file", data)))
         known = data | locked | set(broken)
-        for index, path in enumerate(sorted(known | self._place_prompts(known), key=natural_key)):
+        self._requests, missing, notes = request_outputs.join(requests, known)
+        self.notes.extend(notes)
+        for index, path in enumerate(sorted(known | missing, key=natural_key)):
             self.items.append(_item(path, index, sizes, broken.get(path)))
-
-    def _read_manifest(self, path: str, nbytes: int) -> dict[str, _Prompt]:
-        if nbytes > _MANIFEST_NBYTES:
-            return {}
-        text = (self.root / path).read_bytes()
-        try:
-            entries = [json.loads(line) for line in text.splitlines()] if path.endswith("l") else json.loads(text)
-        except (ValueError, RecursionError):
-            return {}
-        prompts = {}
-        for entry in entries if isinstance(entries, list) else []:
-            prompt = _prompt(entry)
-            if prompt is not None:
-                prompts[prompt.path] = prompt
-        return prompts
-
-    def _place_prompts(self, known: set[str]) -> set[str]:
-        """Join the request outputs to files by name; return the paths that they name and nothing else does."""
-        by_name: dict[str, list[str]] = {}
-        for path in known:
-            by_name.setdefault(path.rpartition("/")[2], []).append(path)
-        placed: dict[str, _Prompt] = {}
-        for prompt in self._prompts.values():
-            name = prompt.path.rpartition("/")[2]
-            for path in by_name.get(name, [name]):
-                placed[path] = prompt
-        self._prompts = placed
-        return set(placed) - known
 
     def _look(self, item: SourceItem) -> SourceMeaning:
         return connector_file.look(
@@ -99,18 +68,18 @@ class VllmSource(Source):
         if len(item.paths) > 1:
             connector_file.check_not_being_written(self.root / item.paths[1], item.key)
         sample = connector_file.load(self.root / item.key, item.key, item.sample_id)
-        prompt = self._prompts.get(item.key)
-        if prompt is not None:
+        request = self._requests.get(item.key)
+        if request is not None:
             # With include_output_tokens the file goes on after the prompt.
-            if len(sample.input_ids) < prompt.n_tokens or _digest(sample.input_ids[: prompt.n_tokens]) != prompt.digest:
+            if not request.begins(sample.input_ids):
                 raise SourceError.at(
                     f"{item.key}[token_ids]",
-                    expected=f"to begin with the {prompt.n_tokens} prompt tokens of request {prompt.request_id!r}",
+                    expected=f"to begin with the {request.n_tokens} prompt tokens of request {request.request_id!r}",
                     got=f"{len(sample.input_ids)} tokens that do not",
                     remedy="the states are of another text: send the request again",
                 )
-            if prompt.request_id:
-                sample.metadata["request_id"] = prompt.request_id
+            if request.request_id:
+                sample.metadata["request_id"] = request.request_id
         return sample
 
 
@@ -126,31 +95,3 @@ def _item(path: str, index: int, sizes: dict[str, int], problem: Problem | None)
             "send the request again; in-process vLLM never writes its last batch",
         )
     return SourceItem(path, index, stem(path), paths, sum(sizes.get(p, 0) for p in paths), problem)
-
-
-@dataclass(frozen=True, slots=True)
-class _Prompt:
-    """What a request's output says of its file; the ids as length and digest, so that the source stays small."""
-
-    path: str
-    request_id: str
-    n_tokens: int
-    digest: bytes
-
-
-def _digest(token_ids: NDArray[np.int64]) -> bytes:
-    return hashlib.blake2b(token_ids.tobytes(), digest_size=16).digest()
-
-
-def _prompt(entry: Any) -> _Prompt | None:
-    try:
-        path = entry["kv_transfer_params"]["hidden_states_path"]
-        token_ids = entry["prompt_token_ids"]
-        request_id = entry.get("request_id", "")
-        if not isinstance(path, str) or not path.endswith(SUFFIX):
-            return None
-        if not isinstance(token_ids, list) or any(type(token) is not int for token in token_ids):
-            return None
-        return _Prompt(path, str(request_id), len(token_ids), _digest(np.array(token_ids, dtype=np.int64)))
-    except (KeyError, TypeError, AttributeError, OverflowError):
-        return None

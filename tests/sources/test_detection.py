@@ -176,6 +176,13 @@ def test_natural_order():
     assert sorted(names, key=natural_key) == order
 
 
+def test_numbers_of_any_length_are_counted():
+    zeros, nines = "0" * 5000, "9" * 5000
+    order = [zeros, "2", zeros + "3", "10", "8" + nines[1:], nines, "1" + zeros]
+    for names in (order[::-1], order[3:] + order[:3]):
+        assert sorted(names, key=natural_key) == order
+
+
 @pytest.mark.parametrize(
     ("path", "expected"), [("a/b.c.pt", "a/b.c"), ("x.pt", "x"), ("a.b/x", "a.b/x"), ("a/.pt", "a/.pt"), ("ü.pt", "ü")]
 )

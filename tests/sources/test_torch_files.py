@@ -1,6 +1,7 @@
 """Hostile and damaged `.pt` files: what is not just what torch.save writes is refused by name, never executed."""
 
 import io
+import os
 import pickle
 import struct
 import sys
@@ -14,7 +15,10 @@ import torch
 
 from hsfmt.errors import SourceError, UsageError
 from hsfmt.readers.sources import torch_file
+from hsfmt.readers.sources.file_stamp import FileStamp
+from hsfmt.readers.sources.options import KeyMap
 from hsfmt.readers.sources.torch_file import load_torch_file
+from hsfmt.readers.sources.torch_record import load_record, read_sample
 from hsfmt.readers.sources.torch_states import check_tensor, row_values, split_layers, stack_layers
 
 GLOBALS = b"ctorch._utils\n_rebuild_tensor_v2\n"
@@ -298,14 +302,120 @@ from hsfmt.readers.sources.torch_file import load_torch_file
 from hsfmt.readers.sources.torch_states import split_layers, stack_layers
 path = Path({str(path)!r})
 def read():
-    record, nbytes = load_torch_file(path, "x")
-    return stack_layers(split_layers(record["hidden_states"], 17, None, "x", nbytes), "x")
+    record, stamp = load_torch_file(path, "x")
+    return stack_layers(split_layers(record["hidden_states"], 17, None, "x", stamp.nbytes), "x")
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 states = read()
 assert states.nbytes == 8704 and set(states.tobytes()) == {{7}}
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
 """
     assert int(run_python(code, path=repo_root)) < 48
+
+
+def overwrite(path, data):
+    """Same size, same file; on a coarse clock the times alone would not differ."""
+    status = path.stat()
+    with path.open("r+b") as file:
+        file.write(data)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+
+
+def replace_by_copy(path, data):
+    copy = path.with_name("copy")
+    copy.write_bytes(data)
+    copy.replace(path)
+
+
+CHANGES = {
+    "other bytes": (lambda path, data: overwrite(path, data[: len(data) // 2]), "written to meanwhile"),
+    "cut": (lambda path, data: os.truncate(path, 1000), "got 1000 bytes instead of"),
+    "cut to nothing": (lambda path, data: os.truncate(path, 0), "got 0 bytes instead of"),
+    "longer": (lambda path, data: path.write_bytes(data + b"x"), "bytes instead of"),
+    "another file": (replace_by_copy, "another file in its place"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("n_tokens", [5, 5000])
+@pytest.mark.parametrize("legacy", [False, True])
+def test_a_file_that_changes_before_its_sample_is_copied(tmp_path, change, n_tokens, legacy):
+    """5000 tokens are no small file: it is read whole since all of it is wanted."""
+    path, roles = tmp_path / "x.pt", KeyMap(input_ids="input_ids", hidden_states="hidden_states")
+    states = torch.arange(n_tokens * 2 * 128).reshape(n_tokens, 2, 128).bfloat16()
+    record = {"input_ids": torch.arange(n_tokens), "hidden_states": states}
+    data = saved(record, _use_new_zipfile_serialization=not legacy)
+    path.write_bytes(data)
+    whole = read_sample(load_record(path, "x.pt"), roles, "x", 128)
+    assert whole.hidden_states.tobytes() == states.view(torch.int16).numpy().tobytes()
+    loaded = load_record(path, "x.pt")
+    make, words = CHANGES[change]
+    make(path, data)
+    with pytest.raises(SourceError, match=words) as info:
+        read_sample(loaded, roles, "x", 128)
+    assert info.value.problems[0].where == "x.pt"
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_file_that_changes_after_its_check(tmp_path, monkeypatch, change):
+    path, data = tmp_path / "x.pt", saved(RECORD)
+    path.write_bytes(data)
+    check, (make, words) = torch_file.check_zip, CHANGES[change]
+
+    def check_and_change(file, where):
+        members = check(file, where)
+        make(path, data)
+        return members
+
+    monkeypatch.setattr(torch_file, "check_zip", check_and_change)
+    with pytest.raises(SourceError, match=words):
+        load_torch_file(path, "x.pt")
+
+
+def test_what_is_read_is_held_to_the_crcs_even_where_no_time_shows_a_change(tmp_path, monkeypatch):
+    path, data = tmp_path / "x.pt", saved(RECORD)
+    path.write_bytes(data)
+    at = data.index(RECORD["hidden_states"].view(torch.int16).numpy().tobytes())
+    check = torch_file.check_zip
+
+    def check_and_change(file, where):
+        members = check(file, where)
+        with path.open("r+b") as other:
+            other.seek(at + 3)
+            other.write(b"\x55")
+        return members
+
+    monkeypatch.setattr(torch_file, "check_zip", check_and_change)
+    monkeypatch.setattr(FileStamp, "check_unchanged", lambda stamp: None)
+    with pytest.raises(SourceError, match="storages with the CRC-32"):
+        load_torch_file(path, "x.pt")
+
+
+def test_a_mapped_file_that_is_cut_before_it_is_copied(tmp_path, monkeypatch):
+    """Noticed before a page past its end is touched, which would end the process."""
+    path = tmp_path / "x.pt"
+    storage = torch.zeros(4 << 20, dtype=torch.int8)
+    torch.save({"hidden_states": storage[-(1 << 16) :].view(torch.bfloat16).reshape(16, 4, 512)}, path)
+    load = torch_file._load
+
+    def load_and_cut(source, stamp):
+        value = load(source, stamp)
+        os.truncate(path, 1000)
+        return value
+
+    value, stamp = load_torch_file(path, "x.pt")
+    assert not value["hidden_states"].any()
+    monkeypatch.setattr(torch_file, "_load", load_and_cut)
+    with pytest.raises(SourceError, match=f"got 1000 bytes instead of {stamp.nbytes}"):
+        load_torch_file(path, "x.pt")
+
+
+def test_a_file_that_goes_away_is_no_fault_of_its_data(tmp_path):
+    path = tmp_path / "x.pt"
+    path.write_bytes(saved(RECORD))
+    loaded = load_record(path, "x.pt")
+    path.unlink()
+    with pytest.raises(FileNotFoundError):
+        read_sample(loaded, KeyMap(input_ids="input_ids", hidden_states="hidden_states"), "x", 4)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

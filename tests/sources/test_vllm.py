@@ -86,6 +86,152 @@ def test_a_request_named_by_the_outputs_alone(folder):
         source.load(source.items[3])
 
 
+def output(path, request_id, prompt):
+    return {
+        "request_id": request_id,
+        "prompt_token_ids": [int(token) for token in prompt],
+        "kv_transfer_params": {"hidden_states_path": path},
+    }
+
+
+@pytest.fixture
+def ranks(tmp_path, save_safetensors):
+    """A folder of two ranks that both have a request 0, with other tokens."""
+    for r in range(2):
+        (tmp_path / f"rank{r}").mkdir()
+        tensors = {"hidden_states": STATES * (r + 1), "token_ids": IDS + 100 * r}
+        save_safetensors(tmp_path / f"rank{r}" / "req-0.safetensors", tensors)
+    return tmp_path
+
+
+def loaded(source):
+    """Request id, first token and first state of each sample; None for one without a file."""
+    found = {}
+    for item in source.items:
+        if item.paths:
+            sample = source.load(item)
+            values = int(sample.input_ids[0]), float(sample.hidden_states[0, 0, 0])
+            found[item.sample_id] = (sample.metadata.get("request_id"), *values)
+        else:
+            assert item.problem is not None
+            found[item.sample_id] = None
+    return found
+
+
+@pytest.mark.parametrize("paths", ["/dump/rank{}/req-0.safetensors", "/dump/req-0.safetensors", "req-0.safetensors"])
+def test_ranks_with_documents_of_their_own(ranks, paths):
+    """Equal names, and even equal paths, as two machines have them."""
+    for r in range(2):
+        entry = output(paths.format(r), f"id-{r}", IDS + 100 * r)
+        (ranks / f"rank{r}" / "outputs.json").write_text(json.dumps([entry]))
+    source = find_source(ranks)
+    assert loaded(source) == {"rank0/req-0": ("id-0", 5, 1.0), "rank1/req-0": ("id-1", 105, 2.0)}
+    assert source.notes == []
+
+
+def test_ranks_with_equal_prompts_keep_their_request_ids(ranks):
+    (ranks / "rank1" / "req-0.safetensors").write_bytes((ranks / "rank0" / "req-0.safetensors").read_bytes())
+    for r in range(2):
+        entry = output(f"/dump/rank{r}/req-0.safetensors", f"id-{r}", IDS)
+        (ranks / f"rank{r}" / "outputs.json").write_text(json.dumps([entry]))
+    assert loaded(find_source(ranks)) == {"rank0/req-0": ("id-0", 5, 1.0), "rank1/req-0": ("id-1", 5, 1.0)}
+
+
+@pytest.mark.parametrize("document", ["outputs.json", "rank0/outputs.json", "meta/outputs.json"])
+def test_one_document_of_both_ranks(ranks, document):
+    entries = [output(f"/dump/rank{r}/req-{i}.safetensors", f"{r}-{i}", IDS + 100 * r) for r in (1, 0) for i in (0, 9)]
+    (ranks / document).parent.mkdir(exist_ok=True)
+    (ranks / document).write_text(json.dumps(entries))
+    source = find_source(ranks)
+    assert loaded(source) == {
+        "rank0/req-0": ("0-0", 5, 1.0),
+        "rank0/req-9": None,
+        "rank1/req-0": ("1-0", 105, 2.0),
+        "rank1/req-9": None,
+    }
+    assert source.notes == []
+
+
+def test_a_request_of_another_rank_takes_no_file(ranks):
+    """Rank 1's own file is lost; rank 0 has one of that name, which goes with rank 0's request."""
+    (ranks / "rank1" / "req-0.safetensors").rename(ranks / "rank1" / "req-1.safetensors")
+    for r in range(2):
+        entries = [output(f"/dump/req-{i}.safetensors", f"{r}-{i}", IDS + 100 * r) for i in range(r + 1)]
+        (ranks / f"rank{r}" / "outputs.json").write_text(json.dumps(entries))
+    assert loaded(find_source(ranks)) == {
+        "rank0/req-0": ("0-0", 5, 1.0),
+        "rank1/req-0": None,
+        "rank1/req-1": ("1-1", 105, 2.0),
+    }
+
+
+def test_requests_that_fit_several_files_are_not_used(ranks):
+    (ranks / "outputs.json").write_text(json.dumps([output("/dump/req-0.safetensors", "a", [1, 2])]))
+    source = find_source(ranks)
+    assert loaded(source) == {"rank0/req-0": (None, 5, 1.0), "rank1/req-0": (None, 105, 2.0)}
+    (note,) = source.notes
+    assert note.startswith("1 request output fits several files")
+    assert note.endswith("is not used: /dump/req-0.safetensors (outputs.json)")
+
+
+def test_two_requests_of_one_file_are_not_used(folder):
+    entries = [output("/x/req-0.safetensors", name, [5]) for name in ("a", "b")]
+    (folder / "outputs.json").write_text(json.dumps(entries))
+    source = find_source(folder)
+    assert loaded(source) == {f"req-{i}": (None, 5 + i, 1.0) for i in range(3)}
+    (note,) = source.notes
+    assert note.startswith("2 request outputs fit several files, or a file that others fit as well, and are not used")
+
+
+def test_a_request_told_twice(folder):
+    for name in ("outputs.json", "all.json"):
+        (folder / name).write_text(json.dumps([output("/x/req-0.safetensors", "a", [5])]))
+    source = find_source(folder)
+    assert loaded(source)["req-0"] == ("a", 5, 1.0)
+    assert source.notes == []
+
+
+def test_a_path_of_thousands_of_digits_is_a_name_like_others(folder):
+    digits = "9" * 2000
+    (folder / "o.json").write_text(json.dumps([output(f"/dump/{digits}.safetensors", "x", [1])]))
+    assert loaded(find_source(folder)) == {digits: None} | {f"req-{i}": (None, 5 + i, 1.0) for i in range(3)}
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        output("/dump/" + "9" * 5000 + ".safetensors", "x", [1]),
+        output("/dump/\ud800.safetensors", "x", [1]),
+        output("/\ud800/req-0.safetensors", "x", [1]),
+        output("/dump/req-0.safetensors", "\ud800", [1]),
+        output("/dump/req-0.safetensors", ["\ud800"] * 2000, [1]),
+    ],
+    ids=["long path", "name", "folder", "request id", "long request id"],
+)
+def test_request_outputs_that_could_not_be_kept_are_ignored(folder, entry):
+    entries = [entry, output("/dump/req-1.safetensors", "b", [6, 7])]
+    (folder / "o.json").write_text(json.dumps(entries))
+    source = find_source(folder)
+    assert loaded(source) == {"req-0": (None, 5, 1.0), "req-1": ("b", 6, 1.0), "req-2": (None, 7, 1.0)}
+    (note,) = source.notes
+    assert note.startswith("o.json: 1 of 2 request outputs are ignored, which have paths or request ids that")
+
+
+def test_a_document_of_nothing_but_such_outputs(folder, accounted_for):
+    (folder / "o.json").write_text(json.dumps([output("/dump/\ud800.safetensors", "x", [1])]))
+    source = find_source(folder)
+    accounted_for(source)
+    assert len(source.items) == 3
+    assert len(source.notes) == 1
+
+
+@pytest.mark.parametrize("path", ["/x/../../req-9.safetensors", "/x//req-9.safetensors", "/x/./req-9.safetensors"])
+def test_paths_that_would_lead_elsewhere(folder, path):
+    entries = [output("/x/req-0.safetensors", "a", [5]), output(path, "b", [5])]
+    (folder / "outputs.json").write_text(json.dumps(entries))
+    assert list(loaded(find_source(folder))) == ["req-0", "req-1", "req-2", "req-9"]
+
+
 @pytest.mark.parametrize("lines", [False, True])
 @pytest.mark.parametrize(
     ("prompt", "good"),
