@@ -83,6 +83,14 @@ class _Pool:
         self._runs: SimpleQueue[_Run[Any]] = SimpleQueue()
         self.n_started = 0
 
+    def usable(self) -> bool:
+        """Say whether there is a thread, starting one if need be: from Python 3.12 on none may start at exit."""
+        try:
+            self._start_one()
+        except RuntimeError:
+            return False
+        return True
+
     def begin(self, run: _Run[Any]) -> None:
         """Let every thread take part in a run once it is free.
 
@@ -164,10 +172,15 @@ def run_all(work: Callable[[_T], None], items: list[_T], n_threads: int, *, inli
         for item in items:
             work(item)
         return
+    pool = _POOLS.get(n_threads)
+    if not pool.usable():
+        for item in items:
+            work(item)
+        return
     run = _Run(work, items)
     interrupt: BaseException | None = None
     try:
-        _POOLS.get(n_threads).begin(run)
+        pool.begin(run)
         deque(iter(run.left.get, 0), maxlen=0)
     except BaseException as error:  # noqa: BLE001  raised below
         run.over = True

@@ -113,6 +113,7 @@ class PartSequence:
         """Hand the open part to the committing thread, so that writing goes on with the next one."""
         part = self._open
         if part is not None and (part.n_samples or part.holes):
+            part.flush()
             self._waiting.append((part, self._executor.submit(self._commit, part)))
         # Only now: a part that could not be handed over must not be forgotten.
         self._open = self._at_risk.part = None

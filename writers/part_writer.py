@@ -147,6 +147,11 @@ class PartWriter:
         # A manifest may take a sixteenth of what an index may, and its JSON up to six bytes a character.
         self.table_nbytes += 16 * (len(sample_id.encode()) + len(reason.encode()) + _TABLE_ROW_NBYTES)
 
+    def flush(self) -> None:
+        """Hand over all rows that were added; `finish` then starts no thread, which it may not do at exit."""
+        for column in self._columns.values():
+            column.flush()
+
     def finish(self, replaces: Mapping[str, str] | None = None) -> PartManifest:
         """Make the part durable and commit it.
 
@@ -202,8 +207,7 @@ class PartWriter:
         return manifest
 
     def _write_files(self, replaces: Mapping[str, str]) -> PartManifest:
-        for column in self._columns.values():
-            column.flush()
+        self.flush()
         self._output.finish()
         columns: dict[str, Column] = {}
         tables: dict[str, npt.NDArray[np.uint64]] = {}

@@ -109,6 +109,7 @@ def within(seconds, function):
     assert not thread.is_alive()
 
 
+@pytest.mark.skipif(sys.version_info[:2] == (3, 12), reason="Python 3.12 gives no events for each instruction")
 @pytest.mark.parametrize("fresh", [True, False])
 def test_an_interrupt_anywhere(monkeypatch, fresh):
     """The threads that are started by and by, and those that are there."""
@@ -287,8 +288,9 @@ def test_with_fewer_threads_than_asked_for(monkeypatch):
     work = Work(0)
     run_all(work, [1, 2, 3, 4], 3, inline=False)
     assert work.ended == [1, 2, 3, 4]
-    with pytest.raises(RuntimeError, match="can't start"):
-        run_all(work, [1, 2], 2, inline=False)
+    threads._POOLS.after_fork()
+    run_all(work, [5, 6], 2, inline=False)  # none at all, as at the interpreter's exit from Python 3.12 on
+    assert work.ended == [1, 2, 3, 4, 5, 6]
 
 
 def test_cores_where_the_system_knows_no_affinity(write, monkeypatch):

@@ -95,8 +95,8 @@ def fs():
 @pytest.fixture
 def store(fs, monkeypatch):
     monkeypatch.setattr(failures.time, "sleep", lambda _: None)
-    store = RemoteStore("flaky://root", {})
-    monkeypatch.setattr(store, "_connected", lambda: (fs, "/root"))
+    store = RemoteStore("flaky://base", {})
+    monkeypatch.setattr(store, "_connected", lambda: (fs, "/base"))
     return store
 
 
@@ -133,7 +133,7 @@ def test_what_always_fails_ends_typed(store, fs, call):
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
 @pytest.mark.parametrize("error", PERMANENT, ids=lambda error: f"{type(error).__name__}-{error}")
 def test_what_will_not_pass_is_not_tried_again(store, fs, call, error):
-    fs.store["/root/x"] = fs.open("/root/x", "wb")
+    fs.store["/base/x"] = fs.open("/base/x", "wb")
     fs.errors = [error] * 100
     with pytest.raises(StorageError):
         call(store)
@@ -257,7 +257,7 @@ class WeakFileSystem(FlakyFileSystem):
 
 def test_create_without_conditional_requests_looks_first(store, monkeypatch):
     fs = WeakFileSystem()
-    monkeypatch.setattr(store, "_connected", lambda: (fs, "/root"))
+    monkeypatch.setattr(store, "_connected", lambda: (fs, "/base"))
     assert store.create("x", b"1") is True
     assert store.create("x", b"1") is False
     real = fs.cat_file

@@ -5,8 +5,9 @@ import shutil
 import numpy as np
 import pytest
 
-from hsfmt import DatasetWriter, HiddenStateDataset, seal
+from hsfmt import DatasetWriter, seal
 from hsfmt.errors import CorruptionError, DuplicateSampleError
+from hsfmt.readers.sample_reader import SampleReader
 from hsfmt.readers.verification import verify
 from hsfmt.storage.local import LocalStore
 
@@ -53,7 +54,8 @@ def test_writing_samples_again_ends_in_order(tmp_path, name, damage, alone):
     assert report.ok
     found = {(f.severity, f.code) for f in report.problems}
     assert found == {("info", "uncommitted"), ("warning", "old_snapshot")}
-    assert sorted(item["sample_id"] for item in HiddenStateDataset(root)) == (
+    reader = SampleReader(root)
+    assert sorted(sample.sample_id for sample in reader.read_many(range(len(reader)))) == (
         ["a", "bb"] if alone else ["a", "bb", "c"]
     )
     # And with the advice of these followed, nothing is left to say.
