@@ -117,6 +117,10 @@ def _print(report: Report, *, as_json: bool) -> None:
             # The same command would meet the same conflicts.
             n = counts["sample"]
             kept = f"{units.counted(n, 'sample')} committed beside what was there" if n else "nothing was committed"
+            twice = report.written.samples - n
+            if twice > 0:
+                # Another run committed these ids while this one did; the part is there, whatever the report calls them.
+                kept = f"{units.counted(n + twice, 'sample')} committed, {twice} of them under an id of another's"
             click.echo(f"{kept}; not sealed.", err=True)
         elif counts["failed"] or counts["not_reached"]:
             kept = f"{units.counted(n, 'sample')} committed, and kept; not sealed" if n else "nothing was committed"

@@ -378,6 +378,19 @@ def test_conversions_at_once(hsfmt, ranks, tmp_path, monkeypatch, other):
         assert "--id-prefix rank0/" in report["error"][0]["remedy"]
 
 
+def test_what_a_clashing_conversion_committed_is_said(hsfmt, ranks, tmp_path, monkeypatch):
+    real, first = DatasetWriter.close, iter([True])
+
+    def close(self, **kwargs):
+        if next(first, False):
+            hsfmt("convert", ranks / "rank1", tmp_path / "d", *LAYERS)
+        real(self, **kwargs)
+
+    monkeypatch.setattr(DatasetWriter, "close", close)
+    result = hsfmt("convert", ranks / "rank0", tmp_path / "d", *LAYERS, code=1)
+    assert "4 samples committed, 4 of them under an id of another's; not sealed." in result.stderr
+
+
 def scaled(path: Path, scale: float) -> None:
     patterns = np.arange(3 * 4 * HIDDEN, dtype=np.uint8).reshape(3, 4, HIDDEN) % 100
     tensors = {
