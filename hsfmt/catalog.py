@@ -139,6 +139,15 @@ def committed_parts(store: Store) -> list[str]:
     return sorted(name for name in names if name is not None)
 
 
+def _read_named(store: Store, path: str, max_nbytes: int) -> bytes:
+    """Read a file that another document names, or that a listing showed."""
+    try:
+        return store.read(path, max_nbytes)
+    except NotFoundError as error:
+        remedy = "restore it from a copy; `hsfmt verify` lists all that is damaged, and what can be done"
+        raise NotFoundError([replace(problem, remedy=remedy) for problem in error.problems]) from None
+
+
 def load_manifest(store: Store, part: str, header: Header, digest: str | None = None) -> PartManifest:
     """Return a part's manifest.
 
@@ -161,7 +170,7 @@ def load_manifest(store: Store, part: str, header: Header, digest: str | None = 
         The part belongs to a dataset of another meaning.
     """
     path = layout.manifest_path(part)
-    manifest = parse_manifest(store.read(path, MAX_MANIFEST_NBYTES), part, path)
+    manifest = parse_manifest(_read_named(store, path, MAX_MANIFEST_NBYTES), part, path)
     if digest is not None and manifest.digest() != digest:
         raise CorruptionError.at(path, expected=f"digest {digest}", got=manifest.digest())
     if manifest.header.digest() != header.digest():
@@ -186,7 +195,7 @@ def load_index(store: Store, manifest: PartManifest) -> PartIndex:
     entry = manifest.index_file
     if entry.nbytes > tables.MAX_TABLE_NBYTES:
         raise FormatError.at(entry.path, expected=f"at most {tables.MAX_TABLE_NBYTES} bytes", got=f"{entry.nbytes}")
-    data = store.read(entry.path, entry.nbytes)
+    data = _read_named(store, entry.path, entry.nbytes)
     actual = digests.digest(data)
     if actual != entry.digest:
         raise CorruptionError.at(
@@ -251,7 +260,7 @@ def read_snapshot(store: Store, fingerprint: str, max_nbytes: int = tables.MAX_T
         Its bytes are not those that the fingerprint names.
     """
     path = layout.snapshot_path(digests.check(fingerprint, "snapshot"), "index")
-    data = store.read(path, max_nbytes)
+    data = _read_named(store, path, max_nbytes)
     return parse_snapshot(data, path, fingerprint), data
 
 
