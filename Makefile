@@ -9,6 +9,7 @@ NEWER_PYTHON ?= $(shell for p in python3.12 python3.13 $(wildcard $(HOME)/.pyenv
 
 BIN := .venv/bin
 BIN_NEWER := .venv312/bin
+BIN_BENCH := .venv-bench/bin
 PYTEST_ARGS ?= -n 2 --dist worksteal
 INSTALL := pip install --quiet --disable-pip-version-check -c constraints.txt
 
@@ -24,7 +25,7 @@ help:
 	@echo 'make contracts   import contracts on the tree as installed'
 	@echo 'make pytest      the tests alone; PYTEST_ARGS="-k name" for some of them'
 	@echo 'make test-py312  the tests that need no torch, on Python 3.12 or 3.13'
-	@echo 'make bench       this reader beside raw reads, safetensors, torch, zarr and tensorstore'
+	@echo 'make bench       this reader beside what else people read with; BENCH_ARGS=--quick for a minute of it'
 	@echo 'make venv        only the environment, in .venv'
 
 # --- environments ----------------------------------------------------------------------------------------------------
@@ -43,6 +44,16 @@ venv: .venv/.installed
 	test -x $(BIN_NEWER)/python || $(NEWER_PYTHON) -m venv .venv312
 	$(BIN_NEWER)/python -m $(INSTALL) setuptools
 	$(BIN_NEWER)/python -m $(INSTALL) --no-build-isolation --editable '.[test]'
+	@touch $@
+
+# mosaicml-streaming by itself: bench/constraints.txt says why.
+.venv-bench/.installed: pyproject.toml constraints.txt bench/constraints.txt
+	@test -n "$(PYTHON)" || { echo 'make: no Python >= 3.11 with venv and pip found; name one: make PYTHON=/path/to/python' >&2; exit 1; }
+	@echo 'installing the environment of the bench into .venv-bench: a few minutes, about 1.7 GB'
+	test -x $(BIN_BENCH)/python || $(PYTHON) -m venv .venv-bench
+	$(BIN_BENCH)/python -m $(INSTALL) setuptools
+	$(BIN_BENCH)/python -m $(INSTALL) -c bench/constraints.txt --no-build-isolation --editable '.[bench]'
+	$(BIN_BENCH)/python -m $(INSTALL) -c bench/constraints.txt --no-deps mosaicml-streaming
 	@touch $@
 
 # The tree as a wheel would install it: neither mypy nor import-linter follows setuptools' package-dir. build/lib is
@@ -95,8 +106,8 @@ endif
 demo: venv
 	$(BIN)/python demo/demo.py
 
-bench: venv
-	$(BIN)/python bench/read_peers.py
+bench: .venv-bench/.installed
+	$(BIN_BENCH)/python bench/run.py $(BENCH_ARGS)
 
 clean:
 	rm -rf build dist demo-output .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -7,7 +7,8 @@ the payload alone.
 from __future__ import annotations
 
 import struct
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import google_crc32c
 import numpy as np
@@ -22,6 +23,10 @@ CRC_NBYTES = 4
 BLOSC_BLOCKSIZE = 512 << 10
 _BLOSC_HEADER = struct.Struct("<BBBBIII")
 _BLOSC_OVERHEAD = 16
+_BLOSC_VERSION = 2
+_BLOSC_MEMCPYED, _BLOSC_UNSPLIT = 0x02, 0x10
+_MIN_BLOCKSIZE = 64 << 10  # calls for smaller blocks would cost more than they save
+_ONE_BLOCK_HEADER = struct.Struct("<BBBBIIII")
 
 
 def check_codec(name: object, where: str) -> str:
@@ -105,6 +110,69 @@ def check_blosc_frame(payload: memoryview, raw_nbytes: int, where: str) -> None:
     if nbytes != raw_nbytes or cbytes != payload.nbytes or blocksize > max(nbytes, 1):
         got = f"a frame of {cbytes} that says {nbytes}, in {payload.nbytes} bytes"
         raise CorruptionError.at(where, expected=f"a Blosc frame that decodes to {raw_nbytes} bytes", got=got)
+
+
+class BloscBlock(NamedTuple):
+    """A block of a Blosc frame: decoded bytes [at, at + nbytes) lie encoded in [start, stop) of the frame.
+
+    `kind` holds the first four bytes of the frame of this block alone: version, version of the compressor, flags and
+    typesize.
+    """
+
+    at: int
+    nbytes: int
+    start: int
+    stop: int
+    kind: tuple[int, int, int, int]
+
+
+def blosc_blocks(payload: memoryview, raw_nbytes: int, where: str) -> list[BloscBlock] | None:
+    """Return the blocks of a frame, in order, or None where only the whole of it can be decoded.
+
+    Raises
+    ------
+    CorruptionError
+        As `check_blosc_frame`.
+    """
+    check_blosc_frame(payload, raw_nbytes, where)
+    version, compressor, flags, typesize, nbytes, blocksize, _ = _BLOSC_HEADER.unpack_from(payload)
+    if version != _BLOSC_VERSION or flags & _BLOSC_MEMCPYED or blocksize < max(1, min(_MIN_BLOCKSIZE, nbytes)):
+        return None
+    n_blocks = -(-nbytes // blocksize)
+    table = _BLOSC_HEADER.size + 4 * n_blocks
+    if payload.nbytes < table:
+        return None
+    starts = struct.unpack_from(f"<{n_blocks}I", payload, _BLOSC_HEADER.size)
+    # A writer with threads may put blocks in any order; ours does not.
+    if starts[0] < table or any(b <= a for a, b in pairwise((*starts, payload.nbytes))):
+        return None
+    blocks = []
+    for number, (start, stop) in enumerate(pairwise((*starts, payload.nbytes))):
+        at = number * blocksize
+        size = min(blocksize, nbytes - at)
+        kind = (version, compressor, flags if size == blocksize else flags | _BLOSC_UNSPLIT, typesize)
+        blocks.append(BloscBlock(at, size, start, stop, kind))
+    return blocks
+
+
+def decode_block(payload: memoryview, block: BloscBlock, out: npt.NDArray[np.uint8], where: str) -> None:
+    """Decode one block into `out` uint8 [block nbytes], contiguous, as a frame of its own.
+
+    The header of that frame is written over the 20 bytes of `payload` before the block: it must be writable, and its
+    blocks decoded in order, each once.
+
+    Raises
+    ------
+    CorruptionError
+        The block does not decode to exactly that many bytes.
+    """
+    first = block.start - _ONE_BLOCK_HEADER.size
+    frame = payload[first : block.stop]
+    _ONE_BLOCK_HEADER.pack_into(frame, 0, *block.kind, block.nbytes, block.nbytes, frame.nbytes, _ONE_BLOCK_HEADER.size)
+    try:
+        blosc.decompress(frame, out)
+    except (RuntimeError, ValueError) as error:
+        raise CorruptionError.at(where, expected="a valid Blosc frame", got=str(error)[:200]) from None
 
 
 def crc32c(data: bytes | memoryview) -> bytes:

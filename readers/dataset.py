@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -13,8 +13,8 @@ from hsfmt.columns import CORE_COLUMNS
 from hsfmt.errors import UsageError
 from hsfmt.header import Header
 from hsfmt.readers.open_snapshot import SampleIds, sample_number
-from hsfmt.readers.sample_arrays import SampleArrays, SampleRequest, integer, layer_ids, layer_planes, refuse_overlap
 from hsfmt.readers.sample_reader import ReadOptions, SampleReader
+from hsfmt.readers.sample_requests import SampleRequest, integer, layer_ids, layer_planes, refuse_overlap
 from hsfmt.storage import Store
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class HiddenStateDataset:
         Names of extra columns that raw items carry too. One that neither the first nor the last part has is refused at
         once, for which their indexes are read; a part between that lacks it is found when a sample of it is read.
     n_threads
-        Threads that fetch and decode; None: up to 4, and 1 in a worker process.
+        Threads that fetch and decode; None: up to 4, and 1 in a worker of a DataLoader.
     storage_options
         For fsspec URLs.
 
@@ -132,11 +132,26 @@ class HiddenStateDataset:
         CorruptionError, NotFoundError, StorageError
             A sample can't be read as it was committed; no other one takes its place.
         """
-        requests = [SampleRequest(index, None, self._length(index)) for index in indices]
+        from hsfmt.readers import buffers
+        from hsfmt.readers.views import as_array
+
         view = self._view()
+        lengths = [self._length(index) for index in indices]
+        states: list[torch.Tensor | None] = [None] * len(lengths)
+        outs: list[npt.NDArray[Any] | None] = [None] * len(lengths)
+        if buffers.in_worker():
+            # What a worker reads is sent by one descriptor a batch. Elsewhere each item has memory of its own, or one
+            # that is kept or saved would bring the whole batch along.
+            tail = len(self.layers), self.header.hidden_size
+            shared = buffers.empty_tensors([((length, *tail), view.hidden_states_dtype) for length in lengths])
+            states = [*shared]
+            if not view.dequantizes:
+                outs = [as_array(tensor, self.header.dtype) for tensor in shared]
+        asked = zip(indices, lengths, outs, strict=True)
+        requests = [SampleRequest(index, None, length, out) for index, length, out in asked]
         samples = self.reader.read_requests(requests, layers=self._layers, extras=view.columns)
-        make: Callable[[SampleArrays], Item] = view.maker(self.view)
-        return [make(sample) for sample in samples]
+        make = view.maker(self.view)
+        return buffers.share([make(sample, out) for sample, out in zip(samples, states, strict=True)])
 
     def read(
         self,
@@ -158,7 +173,8 @@ class HiddenStateDataset:
         layers
             HF ids in ascending order; None: the dataset's.
         out
-            CPU tensor [token, layer, hidden] of any strides that takes the states and is returned with them.
+            CPU tensor [token, layer, hidden] of any strides that takes the states and is returned with them. After an
+            error it holds anything.
 
         Raises
         ------
@@ -174,7 +190,7 @@ class HiddenStateDataset:
             if not hasattr(out, "stride"):
                 raise UsageError.at("out", expected="a CPU tensor", got=type(out).__name__)
             refuse_overlap(out.shape, out.stride(), 1)
-        if out is not None and view.hidden_states_dtype == out.dtype and not (view.dequantize and view.scale_column):
+        if out is not None and view.hidden_states_dtype == out.dtype and not view.dequantizes:
             direct = as_array(out, self.header.dtype)
         length = self._length(index)
         if stop is not None:

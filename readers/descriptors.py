@@ -7,8 +7,9 @@ import os
 import stat
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, Self
 
 from hsfmt.errors import CorruptionError
 from hsfmt.readers.process_state import ForkAware
@@ -24,6 +25,77 @@ class _File:
         self.fd = fd
         self.users = 1
         self.dropped = False
+
+
+class OpenFile:
+    """A file of a dataset in the hands of one thread, which opens it anew where reading fails.
+
+    Parameters
+    ----------
+    cache
+        Whose descriptor it is.
+    key
+        Owner and path inside the dataset.
+    locate
+        From that path to the one in the file system.
+
+    Attributes
+    ----------
+    fd
+        Its descriptor, once entered.
+    nbytes_read
+        Bytes read so far.
+    """
+
+    __slots__ = ("_cache", "_entry", "_key", "_locate", "fd", "nbytes_read")
+
+    def __init__(self, cache: DescriptorCache, key: _Key, locate: Callable[[str], str | None]) -> None:
+        self._cache = cache
+        self._key = key
+        self._locate = locate
+        self._entry: _File | None = None
+        self.fd = -1
+        self.nbytes_read = 0
+
+    def __enter__(self) -> Self:
+        self._entry = self._cache.take(self._key, self._locate)
+        self.fd = self._entry.fd
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        entry, self._entry = self._entry, None
+        if entry is not None:
+            self._cache.give_back(entry)
+
+    def reopen(self) -> None:
+        """Let go of the file that is open, which may have been replaced since, or its server have forgotten it."""
+        self.__exit__()
+        self._cache.forget(*self._key)
+        self.__enter__()
+
+    def read(self, offset: int, buffers: Sequence[Any], nbytes: int) -> None:
+        """Fill up to 1024 buffers, of `nbytes` together.
+
+        Raises
+        ------
+        OSError
+            The system's, also from the file that was opened anew.
+        CorruptionError
+            The file ends before, and so does the one that was opened anew.
+        """
+        try:
+            done = os.preadv(self.fd, buffers, offset)
+            if done < nbytes:
+                done = _read_rest(self.fd, offset, buffers, nbytes, done)
+        except OSError:
+            done = -1
+        if done < nbytes:
+            self.reopen()
+            done = _read_rest(self.fd, offset, buffers, nbytes, 0)
+            if done < nbytes:
+                expected, got = f"{nbytes} bytes at offset {offset}", f"the end of the file after {done} bytes"
+                raise CorruptionError.at(self._key[1], expected=expected, got=got)
+        self.nbytes_read += nbytes
 
 
 class DescriptorCache(ForkAware):
@@ -42,9 +114,12 @@ class DescriptorCache(ForkAware):
     def __len__(self) -> int:
         return len(self._files)
 
-    @contextmanager
-    def opened(self, owner: int, path: str, locate: Callable[[str], str | None]) -> Iterator[int]:
-        """Yield the descriptor of `path` inside the dataset of `owner`; `locate` gives its path in the file system.
+    def opened(self, owner: int, path: str, locate: Callable[[str], str | None]) -> OpenFile:
+        """Return `path` inside the dataset of `owner`, to be entered; `locate` gives its path in the file system."""
+        return OpenFile(self, (owner, path), locate)
+
+    def take(self, key: _Key, locate: Callable[[str], str | None]) -> _File:
+        """Return a descriptor that stays open until it is given back.
 
         Raises
         ------
@@ -53,16 +128,15 @@ class DescriptorCache(ForkAware):
         CorruptionError
             It is no regular file.
         """
-        key = (owner, path)
-        entry = self._taken(key) or self._opened(key, locate(path) or path)
-        try:
-            yield entry.fd
-        finally:
-            with self._lock:
-                entry.users -= 1
-                if entry.dropped and not entry.users:
-                    os.close(entry.fd)
-                self._trim(self._max_open)
+        return self._taken(key) or self._opened(key, locate(key[1]) or key[1])
+
+    def give_back(self, entry: _File) -> None:
+        """Let a descriptor be closed when that suits."""
+        with self._lock:
+            entry.users -= 1
+            if entry.dropped and not entry.users:
+                os.close(entry.fd)
+            self._trim(self._max_open)
 
     def forget(self, owner: int, path: str) -> None:
         """Open `path` anew next time."""
@@ -125,6 +199,21 @@ class DescriptorCache(ForkAware):
         if len(self._files) > limit:
             for key in [key for key, entry in self._files.items() if not entry.users][: len(self._files) - limit]:
                 self._drop(key)
+
+
+def _read_rest(fd: int, offset: int, buffers: Sequence[Any], nbytes: int, done: int) -> int:
+    """Go on after `done` bytes; return how many of `nbytes` there were before the end of the file."""
+    while done < nbytes:
+        rest, skipped = [], done
+        for buffer in buffers:
+            view = memoryview(buffer).cast("B")
+            rest.append(view[skipped:])
+            skipped = max(0, skipped - len(view))
+        count = os.preadv(fd, [view for view in rest if len(view)], offset + done)
+        if not count:
+            break
+        done += count
+    return done
 
 
 def open_regular(file: str, path: str) -> int:

@@ -49,6 +49,10 @@ class ChunkRead(NamedTuple):
     digest: int
     copies: list[Copy]
 
+    def place(self, path: str) -> str:
+        """Return the name of the chunk in errors; `path` is its shard's."""
+        return f"{path}: chunk {self.number}, bytes {self.offset} to {self.offset + self.nbytes}"
+
 
 @dataclass(slots=True)
 class RangeRead:
@@ -114,7 +118,7 @@ def plan(
     per_shard = column.chunk_rows_per_shard * column.n_planes
     folder = layout.column_folder(part, column.name)
     ranges: list[RangeRead] = []
-    shard, end = -1, 0
+    shard, path, end = -1, "", 0
     for number, (offset, nbytes, digest) in zip(numbers, chunks[numbers].tolist(), strict=True):
         chunk = ChunkRead(number, offset, nbytes, digest, copies[number])
         last = ranges[-1] if ranges else None
@@ -127,8 +131,10 @@ def plan(
             last.chunks.append(chunk)
             last.nbytes = offset + nbytes - last.offset
         else:
-            shard = number // per_shard
-            ranges.append(RangeRead(column, f"{folder}/{column.shard_key(shard)}", offset, nbytes, [chunk]))
+            if number // per_shard != shard:
+                shard = number // per_shard
+                path = f"{folder}/{column.shard_key(shard)}"
+            ranges.append(RangeRead(column, path, offset, nbytes, [chunk]))
         end = offset + nbytes
     return ranges
 

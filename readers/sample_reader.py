@@ -22,11 +22,12 @@ from hsfmt.readers.chunk_cache import ChunkCache
 from hsfmt.readers.fetch import Fetcher
 from hsfmt.readers.open_snapshot import SampleIds, SnapshotChoice, choose_snapshot, sample_number
 from hsfmt.readers.part_cache import OpenPart, PartCache
-from hsfmt.readers.sample_arrays import SampleArrays, SampleRequest, ask, integer, layer_planes
+from hsfmt.readers.sample_arrays import SampleArrays, ask
+from hsfmt.readers.sample_requests import Piece, SampleRequest, integer, layer_planes
 from hsfmt.snapshot import Snapshot
 from hsfmt.storage import Store, open_store
 
-__all__ = ["ReadOptions", "SampleArrays", "SampleReader", "SampleRequest"]
+__all__ = ["Piece", "ReadOptions", "SampleArrays", "SampleReader", "SampleRequest"]
 
 Array = npt.NDArray[Any]
 
@@ -40,7 +41,7 @@ class ReadOptions:
     unsafe_skip_checks
         Do not compare chunks with their digests. For benchmarks only.
     n_threads
-        Threads that fetch and decode; None: up to 4, and 1 in a worker process.
+        Threads that fetch and decode; None: up to 4, and 1 in a worker of a DataLoader.
     part_cache_nbytes, chunk_cache_nbytes
         Memory for indexes of parts, and for decoded chunks of narrow columns.
 
@@ -158,6 +159,11 @@ class SampleReader:
         return self._choice.fingerprint
 
     @property
+    def is_live(self) -> bool:
+        """Whether the snapshot was asked for as "live": this process resolved it, and it is stored nowhere."""
+        return self._choice.live is not None
+
+    @property
     def content_digest(self) -> str:
         """Digest of the (id, content) pairs, whatever their order, parts and codecs."""
         return self.snapshot.content_digest
@@ -222,7 +228,8 @@ class SampleReader:
         layers
             HF ids, a subset of the header's in ascending order; None: all.
         out
-            Takes the states: [token, layer, hidden] of the storage dtype's size, any strides.
+            Takes the states: [token, layer, hidden] of the storage dtype's size, any strides. After an error it holds
+            anything.
 
         Raises
         ------

@@ -8,7 +8,9 @@ that go on to write into the caller's buffers.
 from __future__ import annotations
 
 import _thread
-import multiprocessing
+import os
+import re
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -27,10 +29,21 @@ _KEPT_SCRATCH_NBYTES = 16 << 20
 
 
 def default_threads() -> int:
-    """Return 1 in a worker process, of which there are many already, else up to 4 as there are cores."""
-    if multiprocessing.parent_process() is not None:
+    """Return 1 in a DataLoader's worker, of which there are many already, else up to 4 as there are cores for it.
+
+    The cores are shared with the other ranks of this machine, of which torchrun and others say how many there are. A
+    rank that was started by torch.multiprocessing is no worker, though a child process like one.
+    """
+    data = sys.modules.get("torch.utils.data")  # a worker has it
+    worker_info = getattr(data, "get_worker_info", None)
+    if worker_info is not None and worker_info() is not None:
         return 1
-    return min(_MAX_DEFAULT_THREADS, n_cores())
+    return max(1, min(_MAX_DEFAULT_THREADS, n_cores() // _local_ranks()))
+
+
+def _local_ranks() -> int:
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, int(text)) if re.fullmatch("[0-9]{1,6}", text) else 1
 
 
 class _Run(Generic[_T]):
@@ -208,7 +221,12 @@ def run_all(work: Callable[[_T], None], items: list[_T], n_threads: int, *, inli
 
 
 class Scratch(threading.local):
-    """Two buffers a thread, reused from chunk to chunk: touching fresh memory costs as much as decoding."""
+    """A few buffers a thread, reused from chunk to chunk: touching fresh memory costs as much as decoding.
+
+    What a thread keeps is bounded: each of its three buffers grows with the chunks that it has seen (`encoded` to a
+    payload or 4 MiB of small ones, `decoded` to a block of 512 KiB, or a chunk where one is decoded whole, `staged` to
+    224 KiB), and one above 16 MiB goes again after its chunk.
+    """
 
     def __init__(self) -> None:
         self._buffers: dict[str, npt.NDArray[np.uint8]] = {}

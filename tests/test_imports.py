@@ -11,7 +11,17 @@ HEAVY = ("torch", "zarr")
 
 # Modules that exist for torch or zarr, and may import it at the top.
 ALLOWED = {
-    "torch": {"readers/views.py", "readers/sources/torch_states.py"},
+    "torch": {
+        "readers/buffers.py",
+        "readers/device.py",
+        "readers/packed_batch.py",
+        "readers/packed_views.py",
+        "readers/packing.py",
+        "readers/prefetch.py",
+        "readers/shared_memory.py",
+        "readers/sources/torch_states.py",
+        "readers/views.py",
+    },
     "zarr": {"hsfmt/zarr_dtypes.py", "hsfmt/zarr_plugin.py", "readers/arrays.py", "readers/zarr_store.py"},
 }
 FOLDERS = ("hsfmt", "readers", "writers", "cli")

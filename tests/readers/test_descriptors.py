@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from written import assert_same
 
-from hsfmt.errors import NotFoundError
+from hsfmt.errors import CorruptionError, NotFoundError
 from hsfmt.readers.descriptors import DESCRIPTORS, DescriptorCache
 from hsfmt.readers.sample_reader import SampleReader
 
@@ -22,15 +22,15 @@ def files(tmp_path):
     return [str(path) for path in paths]
 
 
-def content(fd):
-    return os.pread(fd, 10, 0).decode()
+def content(file):
+    return os.pread(file.fd, 10, 0).decode()
 
 
 def test_the_least_recently_used_is_closed(files):
     cache = DescriptorCache(max_open=3)
     for number in (0, 1, 2, 0, 3, 4):
-        with cache.opened(0, files[number], lambda path: path) as fd:
-            assert content(fd) == str(number)
+        with cache.opened(0, files[number], lambda path: path) as file:
+            assert content(file) == str(number)
     assert [path for _, path in cache._files] == [files[0], files[3], files[4]]
     cache.release(0)
     assert len(cache) == 0
@@ -40,21 +40,48 @@ def test_one_in_use_stays_open(files):
     cache = DescriptorCache(max_open=1)
     with cache.opened(0, files[0], lambda path: path) as first:
         for number in range(1, 10):
-            with cache.opened(0, files[number], lambda path: path) as fd:
-                assert content(fd) == str(number)
+            with cache.opened(0, files[number], lambda path: path) as file:
+                assert content(file) == str(number)
         cache.release(0)
         cache.forget(0, files[0])
         assert content(first) == "0"
+        fd = first.fd
     with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(first)
+        os.fstat(fd)
 
 
 def test_owners_do_not_meet(files):
     cache = DescriptorCache()
     with cache.opened(0, files[0], lambda path: path) as a, cache.opened(1, files[0], lambda path: path) as b:
-        assert a != b
+        assert a.fd != b.fd
     cache.release(0)
     assert list(cache._files) == [(1, files[0])]
+
+
+def test_a_file_that_ends_too_soon_is_opened_anew_once(files):
+    cache, buffer = DescriptorCache(), bytearray(3)
+    with cache.opened(0, files[0], lambda path: path) as file:
+        Path(f"{files[0]}.new").write_bytes(b"abc")
+        Path(f"{files[0]}.new").replace(files[0])
+        file.read(0, [buffer], 3)
+        assert bytes(buffer) == b"abc"
+        with pytest.raises(
+            CorruptionError, match="expected 3 bytes at offset 1, got the end of the file after 2 bytes"
+        ):
+            file.read(1, [buffer], 3)
+        assert file.nbytes_read == 3
+    assert len(cache) == 1
+    cache.release(0)
+    assert len(cache) == 0
+
+
+def test_a_file_that_is_gone_when_it_is_opened_anew(files):
+    cache = DescriptorCache()
+    with cache.opened(0, files[0], lambda path: path) as file:
+        Path(files[0]).unlink()
+        with pytest.raises(FileNotFoundError):
+            file.read(0, [bytearray(3)], 3)
+    assert len(cache) == 0
 
 
 def test_release_while_locked_is_deferred(files):
@@ -77,8 +104,8 @@ def test_threads(files):
     def work(seed):
         for step in range(300):
             number = (seed * 7 + step) % 10
-            with cache.opened(0, files[number], lambda path: path) as fd:
-                if content(fd) != str(number):
+            with cache.opened(0, files[number], lambda path: path) as file:
+                if content(file) != str(number):
                     failures.append(number)
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
@@ -94,8 +121,8 @@ def test_threads(files):
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning")
 def test_a_forked_child_closes_what_it_inherits(files):
     cache = DescriptorCache()
-    with cache.opened(0, files[0], lambda path: path) as fd:
-        pass
+    with cache.opened(0, files[0], lambda path: path) as file:
+        fd = file.fd
     read_end, write_end = os.pipe()
     with cache._lock:  # as another thread of the parent may
         child = os.fork()
@@ -111,7 +138,7 @@ def test_a_forked_child_closes_what_it_inherits(files):
             os._exit(0)
     os.waitpid(child, 0)
     assert os.read(read_end, 20) == b"closed1"
-    assert content(fd) == "0"
+    assert os.pread(fd, 10, 0) == b"0"
     os.close(read_end)
     os.close(write_end)
 

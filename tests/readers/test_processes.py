@@ -1,6 +1,5 @@
 """Every way a DataLoader can be run: start methods, workers, parent used first or not."""
 
-import itertools
 import multiprocessing
 import os
 import pickle
@@ -38,12 +37,15 @@ def check(items, written):
 @pytest.mark.parametrize(
     ("method", "used_first", "snapshot"),
     [
-        *itertools.product(["fork", "spawn", "forkserver"], [False, True], [None]),
+        ("fork", True, None),
+        ("spawn", False, None),
+        ("forkserver", True, None),
         ("fork", True, "live"),
         ("spawn", True, "live"),
     ],
 )
 def test_loader_with_workers(write, method, used_first, snapshot):
+    """Samples of all combinations, which test_loader_processes.py goes through."""
     written = write()
     dataset = HiddenStateDataset(written.url, snapshot=snapshot, n_threads=2)
     if used_first:
@@ -122,24 +124,46 @@ def test_fork_while_other_threads_read(write):
             thread.join()
 
 
-def count_threads(dataset, numbers, results):
-    before = threading.active_count()
-    for number in numbers:
-        dataset[number]
-    results.put(threading.active_count() - before)
+class CountsThreads(torch.utils.data.Dataset):
+    """Items are how many threads reading has started."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getitem__(self, number):
+        before = threading.active_count()
+        self.dataset[number]
+        return threading.active_count() - before
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_a_worker_process_decodes_in_one_thread(write, method):
-    written = write([64] * 3)
-    dataset = HiddenStateDataset(written.url)
+def test_a_worker_decodes_in_one_thread(write, method, monkeypatch):
+    # As on a machine with many cores; a spawned worker sees those that there are.
+    monkeypatch.setattr(threads, "n_cores", lambda: 64)
+    dataset = HiddenStateDataset(write([64] * 3).url)
     dataset[0]
+    loader = DataLoader(CountsThreads(dataset), batch_size=None, num_workers=1, multiprocessing_context=method)
+    assert list(loader) == [1, 0, 0]
+
+
+def report_threads(reports):
+    threads.n_cores = lambda: 64
+    reports.put(threads.default_threads())
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_rank_that_is_a_child_process_is_no_worker(method, monkeypatch):
+    """As torch.multiprocessing.spawn starts them."""
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     context = multiprocessing.get_context(method)
-    results = context.Queue()
-    worker = context.Process(target=count_threads, args=(dataset, [0, 1, 2], results))
-    worker.start()
-    assert results.get(timeout=60) == 1
-    worker.join(60)
+    reports = context.Queue()
+    rank = context.Process(target=report_threads, args=(reports,))
+    rank.start()
+    assert reports.get(timeout=60) == 4
+    rank.join(60)
 
 
 def test_two_datasets_share_the_threads(write):

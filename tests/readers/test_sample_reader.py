@@ -10,8 +10,8 @@ from written import CountingStore, RemoteLikeStore, assert_same
 from hsfmt import digests, seal
 from hsfmt.catalog import read_pointer
 from hsfmt.errors import NotFoundError, SampleNotFoundError, UsageError
-from hsfmt.readers.fetch import Fetcher
-from hsfmt.readers.sample_reader import ReadOptions, SampleReader, SampleRequest
+from hsfmt.readers.descriptors import OpenFile
+from hsfmt.readers.sample_reader import Piece, ReadOptions, SampleReader, SampleRequest
 
 DTYPES = ["bfloat16", "float16", "float32", "float8_e4m3fn"]
 
@@ -61,14 +61,14 @@ def test_other_layers_are_refused_by_name(write, layers):
 def test_one_layer_reads_its_share_of_the_bytes(write, monkeypatch):
     written = write([512], parts=1, layers=(0, 1, 2, 3), hidden=1024, chunk_tokens=64, shard_tokens=256, codec="none")
     amounts = []
-    pread = Fetcher._pread
+    read = OpenFile.read
 
-    def counted(self, path, offset, body):
-        if "hidden_states" in path:
-            amounts[-1] += len(body)
-        pread(self, path, offset, body)
+    def counted(self, offset, buffers, nbytes):
+        if "hidden_states" in self._key[1]:
+            amounts[-1] += nbytes
+        return read(self, offset, buffers, nbytes)
 
-    monkeypatch.setattr(Fetcher, "_pread", counted)
+    monkeypatch.setattr(OpenFile, "read", counted)
     reader = SampleReader(written.url)
     for layers in (None, [2]):
         amounts.append(0)
@@ -160,6 +160,52 @@ def test_out_of_any_layout_without_overlap_is_taken(write):
         assert_same(reader.read(5, out=out), written.content["id-005"])
     assert_same(reader.read(0, layers=[3], out=strided((1, 1, 8), (0, 0, 1))), written.content["id-000"], planes=[1])
     assert reader.read(5, 4, 4, out=strided((0, 3, 8), (0, 0, 1))).hidden_states.shape == (0, 3, 8)
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+def test_pieces_take_the_states(write, codec):
+    """Layers at token shifts of their own, in any order and twice, into memory of any strides, by one plan."""
+    written = write(codec=codec)
+    reader = SampleReader(RemoteLikeStore(written.path))
+    states = written.content["id-007"].states
+    aux, last, turned = np.zeros((40, 2, 8), np.uint16), np.zeros((40, 1, 8), np.uint16), np.zeros((8, 3, 9), np.uint16)
+    pieces = [
+        Piece(10, 50, (0, 1), aux),
+        Piece(11, 51, [2], last),
+        Piece(np.int64(20), 29, np.array([2, 0, 2]), turned.T),
+        Piece(51, 51, [1], np.zeros((0, 1, 8), np.uint16)),
+    ]
+    wanted = [SampleRequest(7, 10, 51, pieces=pieces), SampleRequest(3), SampleRequest(5, pieces=())]
+    got, other, nothing = reader.read_requests(wanted)
+    np.testing.assert_array_equal(aux, states[10:50, :2])
+    np.testing.assert_array_equal(last, states[11:51, 2:])
+    np.testing.assert_array_equal(turned.T, states[20:29, [2, 0, 2]])
+    np.testing.assert_array_equal(got.input_ids, written.content["id-007"].input_ids[10:51])
+    assert got.hidden_states.shape == nothing.hidden_states.shape == (0, 3, 8)
+    assert_same(other, written.content["id-003"])
+    np.testing.assert_array_equal(nothing.loss_mask, written.content["id-005"].loss_mask)
+    assert len(reader.store.batches) == 1
+
+
+def test_pieces_that_do_not_fit_are_refused(write):
+    reader = SampleReader(write().url)
+    out = np.zeros((3, 2, 8), np.uint16)
+    where = "pieces of sample 5: expected"
+    for window in ((9, 12), (30, 33), (12, 9), (-1, 2), (10.0, 13), ("10", 13), (10, None), (True, 4)):
+        with pytest.raises(UsageError, match=where):
+            reader.read_requests([SampleRequest(5, 10, 31, pieces=[Piece(*window, [0, 1], out)])])
+    for planes in ([0, 3], [-1, 0], [0.0, 1], ["0", "1"], [True, False], []):
+        with pytest.raises(UsageError, match=f"{where} positions on the layer axis"):
+            reader.read_requests([SampleRequest(5, 10, 31, pieces=[Piece(10, 13, planes, out)])])
+    read_only = np.broadcast_to(np.uint16(0), (3, 2, 8))
+    for bad in (None, out.tolist(), out[:2], out[:, :1], out[..., :7], out.astype(np.uint8), read_only, out.T):
+        with pytest.raises(UsageError, match=r"out of pieces of sample 5: expected a writable array \(3, 2, 8\)"):
+            reader.read_requests([SampleRequest(5, 10, 31, pieces=[Piece(10, 13, [0, 1], bad)])])
+    with pytest.raises(UsageError, match="out of pieces of sample 5: expected elements that do not overlap"):
+        reader.read_requests([SampleRequest(5, pieces=[Piece(10, 13, [0, 1], strided((3, 2, 8), (0, 8, 1)))])])
+    with pytest.raises(UsageError, match="expected out or pieces, got both"):
+        reader.read_requests([SampleRequest(5, out=np.zeros((33, 3, 8), np.uint16), pieces=[])])
+    assert not out.any()
 
 
 @pytest.mark.parametrize("layers", ["25", b"25", [1.0], [1.9], ["1"], [True], [None], 1, 1.5, {1: 2}, [[1]]])

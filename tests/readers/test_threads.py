@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from written import assert_same
 
-from hsfmt.readers import threads
+from hsfmt.readers import delivery, scatter, threads
 from hsfmt.readers.fetch import Fetcher
 from hsfmt.readers.sample_reader import ReadOptions, SampleReader
 from hsfmt.readers.threads import run_all
@@ -171,22 +171,26 @@ def test_a_signal_takes_effect_when_the_work_in_hand_is_done(alarm, n_strikes):
     assert len(work.begun) < 10, "the rest is left out"
 
 
+@pytest.mark.parametrize("step", ["_deliver", "_read_chunk"])
 @pytest.mark.parametrize("codec", ["none", "zstd"])
-def test_nothing_is_written_to_out_after_an_interrupted_read(write, monkeypatch, alarm, codec):
+def test_nothing_is_written_to_out_after_an_interrupted_read(write, monkeypatch, alarm, codec, step):
+    """Whether small chunks are read several at a time, or each straight to where it goes."""
+    monkeypatch.setattr(delivery, "SMALL_CHUNK_NBYTES", 1 if step == "_read_chunk" else 1 << 20)
+    monkeypatch.setattr(scatter, "MIN_ROW_NBYTES", 1)
     written = write(codec=codec)
     reader = SampleReader(written.url, options=ReadOptions(n_threads=2))
     reader.read_many(range(10))
-    deliver = Fetcher._deliver
+    take = getattr(Fetcher, step)
 
     def slow(self, *rest):
         time.sleep(0.05)
         alarm()
         time.sleep(0.1)
-        deliver(self, *rest)
+        take(self, *rest)
 
     out = np.zeros((64, 3, 8), np.uint16)
     with monkeypatch.context() as patch:
-        patch.setattr(Fetcher, "_deliver", slow)
+        patch.setattr(Fetcher, step, slow)
         with pytest.raises(Interrupt):
             reader.read(7, out=out)
     out[:] = 7
@@ -295,9 +299,20 @@ def test_with_fewer_threads_than_asked_for(monkeypatch):
 
 def test_cores_where_the_system_knows_no_affinity(write, monkeypatch):
     """As on macOS."""
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.delattr(os, "sched_getaffinity")
     for reported, expected in ((2, 2), (64, 4), (None, 1)):
         monkeypatch.setattr(os, "cpu_count", lambda reported=reported: reported)
         assert threads.default_threads() == expected
     written = write([5])
     assert_same(SampleReader(written.url).read(0), written.content["id-000"])
+
+
+@pytest.mark.parametrize(
+    ("local_ranks", "expected"),
+    [("1", 4), ("2", 4), ("4", 3), ("8", 1), ("64", 1), ("", 4), ("0", 4), ("-2", 4), ("two", 4), ("9" * 5000, 4)],
+)
+def test_the_ranks_of_a_machine_share_its_cores(monkeypatch, local_ranks, expected):
+    monkeypatch.setattr(threads, "n_cores", lambda: 12)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local_ranks)
+    assert threads.default_threads() == expected
