@@ -14,11 +14,11 @@ PYTEST_ARGS ?= -n 2 --dist worksteal
 INSTALL := pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DELETE_ON_ERROR:
-.PHONY: help venv test check pytest lint format typecheck contracts demo bench test-py312 clean
+.PHONY: help venv engines test check pytest test-engines lint format typecheck contracts demo bench test-py312 clean
 
 help:
 	@echo 'make demo        convert real files, seal, verify, read, and train a few steps on them'
-	@echo 'make test        lint, types, import contracts and every test: what CI runs'
+	@echo 'make test        lint, types, import contracts and every test but those of engines: what CI runs'
 	@echo 'make lint        ruff: rules and format'
 	@echo 'make format      let ruff put the files right'
 	@echo 'make typecheck   mypy --strict on the tree as installed'
@@ -27,6 +27,8 @@ help:
 	@echo 'make test-py312  the tests that need no torch, on Python 3.12 or 3.13'
 	@echo 'make bench       this reader beside what else people read with; BENCH_ARGS=--quick for a minute of it'
 	@echo 'make venv        only the environment, in .venv'
+	@echo 'make test-engines  the tests that run real SGLang, vLLM and speculators: half an hour with their installation'
+	@echo 'make engines     SGLang, vLLM and speculators on the CPU, each in an environment of its own: 7 GB'
 
 # --- environments ----------------------------------------------------------------------------------------------------
 
@@ -56,6 +58,21 @@ venv: .venv/.installed
 	$(BIN_BENCH)/python -m $(INSTALL) -c bench/constraints.txt --no-deps mosaicml-streaming
 	@touch $@
 
+# Engines and trainers, one environment each, since their pins exclude each other.
+.venv-sglang/.installed: engines/sglang.sh engines/sglang-requirements.txt $(wildcard engines/sglang_cpu_shim/*)
+	PYTHON=$(PYTHON) bash engines/sglang.sh $(@D)
+	@touch $@
+
+.venv-vllm/.installed: engines/vllm.sh engines/vllm-requirements.txt $(wildcard engines/vllm_cpu_shim/*)
+	PYTHON=$(PYTHON) bash engines/vllm.sh $(@D)
+	@touch $@
+
+.venv-speculators/.installed: engines/speculators.sh engines/speculators-requirements.txt
+	PYTHON=$(PYTHON) bash engines/speculators.sh $(@D)
+	@touch $@
+
+engines: .venv-sglang/.installed .venv-vllm/.installed .venv-speculators/.installed
+
 # The tree as a wheel would install it: neither mypy nor import-linter follows setuptools' package-dir. build/lib is
 # removed since setuptools would pack modules from it that are gone.
 .PHONY: build/typecheck
@@ -76,7 +93,11 @@ check:
 	@$(MAKE) --no-print-directory contracts
 
 pytest: venv
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m 'not engine'
+
+# One at a time: each starts servers, and the machine may have two cores.
+test-engines: venv engines
+	$(BIN)/python -m pytest -n 0 -m engine
 
 lint: venv
 	$(BIN)/ruff check
@@ -98,7 +119,7 @@ ifeq ($(NEWER_PYTHON),)
 else
 	@$(MAKE) --no-print-directory .venv312/.installed
 	@$(BIN_NEWER)/python -c 'import sys, zarr, numcodecs; print("Python", sys.version.split()[0], "zarr", zarr.__version__, "numcodecs", numcodecs.__version__)'
-	$(BIN_NEWER)/python -m pytest $(PYTEST_ARGS) -m 'not torch'
+	$(BIN_NEWER)/python -m pytest $(PYTEST_ARGS) -m 'not torch and not engine'
 endif
 
 # --- what it does ----------------------------------------------------------------------------------------------------

@@ -22,6 +22,8 @@ _COMMANDS = {
     "ls": "List the samples of a dataset, or its holes.",
     "seal": "Make all that is committed the dataset's current snapshot.",
     "cat": "Show one sample, or write it to a .pt, .safetensors or .npz file.",
+    "capture": "Send prompts to a server that captures into a dataset.",
+    "speculators-train": "Train a drafter with speculators on a dataset.",
 }
 _EPILOG = (
     "Exit codes: 0 fine, 1 problems in the data, 2 usage or bad input, 3 not found or storage failure, "
@@ -40,7 +42,7 @@ class CommandLine(click.Group):
         """Import the command's module, which is named as the command is."""
         if cmd_name not in _COMMANDS:
             return None
-        command: click.Command = import_module(f"hsfmt.cli.{cmd_name}").command
+        command: click.Command = import_module(f"hsfmt.cli.{cmd_name.replace('-', '_')}").command
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002  likewise

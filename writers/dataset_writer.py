@@ -282,6 +282,12 @@ class DatasetWriter:
             self._commit_all()
             return self._parts.take_ids()
 
+    def take_durable(self) -> list[str]:
+        """Return the ids that became durable since the last call or `commit()`, without ending the open part."""
+        self._check_process()
+        with self._lock:
+            return self._parts.take_ids()
+
     def committed_ids(self) -> CommittedIds:
         """Return the set-like view of all ids that are durable in the dataset now, other writers' included."""
         self._check_process()

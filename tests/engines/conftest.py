@@ -1,0 +1,1 @@
+"""Makes `program` importable from the folders below."""
