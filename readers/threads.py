@@ -225,7 +225,7 @@ class Scratch(threading.local):
 
     What a thread keeps is bounded: each of its three buffers grows with the chunks that it has seen (`encoded` to a
     payload or 4 MiB of small ones, `decoded` to a block of 512 KiB, or a chunk where one is decoded whole, `staged` to
-    224 KiB), and one above 16 MiB goes again after its chunk.
+    224 KiB, or 4 MiB with more than two threads), and one above 16 MiB goes again after its chunk.
     """
 
     def __init__(self) -> None:

@@ -21,12 +21,12 @@ from vllm.logger import init_logger
 
 from hsfmt.dtypes import STATE_DTYPES, dtype
 from hsfmt.errors import UsageError
+from hsfmt.writers.capturing.assembler import Assembly
+from hsfmt.writers.capturing.background import BackgroundWriter
+from hsfmt.writers.capturing.counters import Counters
+from hsfmt.writers.capturing.room import Room
 from hsfmt.writers.dataset_writer import DatasetWriter
 from hsfmt.writers.samples import patterns
-from hsfmt.writers.sglang.assembler import Assembly
-from hsfmt.writers.sglang.background import BackgroundWriter
-from hsfmt.writers.sglang.counters import Counters
-from hsfmt.writers.sglang.room import Room
 from hsfmt.writers.vllm_request import Save, check_layers, plan_save, read_options
 
 logger = init_logger("vllm.hsfmt")

@@ -14,7 +14,7 @@ from hsfmt.catalog import read_header
 from hsfmt.errors import NotFoundError
 from hsfmt.idset import CommittedIds
 from hsfmt.storage import open_store
-from hsfmt.writers.sglang.ask import KEY, ask_text
+from hsfmt.writers.capturing.ask import KEY, ask_text
 
 _POLL_SECONDS = 0.2
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from hsfmt.errors import Problem, SampleError, UsageError
-from hsfmt.writers.sglang.ask import KEY, Ask, parse_ask
+from hsfmt.writers.capturing.ask import KEY, Ask, parse_ask
 
 MIB, GIB = 1 << 20, 1 << 30
 # vLLM gives a worker 300 s for a step.

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hsfmt.writers.sglang.ask import KEY
-from hsfmt.writers.sglang.assembler import Assembly, Span
+from hsfmt.writers.capturing.ask import KEY
+from hsfmt.writers.capturing.assembler import Assembly, Span
 from hsfmt.writers.sglang.capture import Capture
 
 Copy = Callable[[Any], Any]

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from hsfmt.header import Identity
+from hsfmt.writers.capturing.assembler import Assembler, Assembly, Rows, Slice, Span
+from hsfmt.writers.capturing.background import BackgroundWriter, FlushReport
+from hsfmt.writers.capturing.counters import Counters
+from hsfmt.writers.capturing.room import Room
 from hsfmt.writers.dataset_writer import DatasetWriter
-from hsfmt.writers.sglang.assembler import Assembler, Assembly, Rows, Slice, Span
-from hsfmt.writers.sglang.background import BackgroundWriter, FlushReport
-from hsfmt.writers.sglang.counters import Counters
 from hsfmt.writers.sglang.meaning import Meaning
 from hsfmt.writers.sglang.options import MIB, CaptureOptions
-from hsfmt.writers.sglang.room import Room
 
 _log = logging.getLogger("hsfmt")
 _SWEEP_SECONDS = 1.0

@@ -16,7 +16,7 @@ from typing import Any
 import numpy.typing as npt
 
 from hsfmt.errors import StorageError, UsageError
-from hsfmt.writers.sglang.ask import KEY, ask_text
+from hsfmt.writers.capturing.ask import KEY, ask_text
 
 
 def request_fields(

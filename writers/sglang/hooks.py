@@ -11,8 +11,8 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from hsfmt.errors import UsageError
-from hsfmt.writers.sglang.ask import KEY, Ask
-from hsfmt.writers.sglang.assembler import Slice
+from hsfmt.writers.capturing.ask import KEY, Ask
+from hsfmt.writers.capturing.assembler import Slice
 from hsfmt.writers.sglang.auxiliary import DeviceStates
 from hsfmt.writers.sglang.capture import Capture
 from hsfmt.writers.sglang.meaning import Meaning, resolved_layers

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hsfmt.writers.sglang.ask import Ask, ask_text
-from hsfmt.writers.sglang.assembler import Assembler, Slice
+from hsfmt.writers.capturing.ask import Ask, ask_text
+from hsfmt.writers.capturing.assembler import Assembler, Slice
+from hsfmt.writers.capturing.counters import Counters
+from hsfmt.writers.capturing.room import Room
 from hsfmt.writers.sglang.auxiliary import runs
-from hsfmt.writers.sglang.counters import Counters
-from hsfmt.writers.sglang.room import Room
 
 HIDDEN = 2
 ROW_NBYTES = 2 * HIDDEN * 4

@@ -12,11 +12,11 @@ import pytest
 
 from hsfmt import DatasetWriter, HiddenStateDataset, seal
 from hsfmt.errors import StorageError
-from hsfmt.writers.sglang.ask import Ask
-from hsfmt.writers.sglang.assembler import Assembly
-from hsfmt.writers.sglang.background import BackgroundWriter
-from hsfmt.writers.sglang.counters import Counters
-from hsfmt.writers.sglang.room import Room
+from hsfmt.writers.capturing.ask import Ask
+from hsfmt.writers.capturing.assembler import Assembly
+from hsfmt.writers.capturing.background import BackgroundWriter
+from hsfmt.writers.capturing.counters import Counters
+from hsfmt.writers.capturing.room import Room
 
 HIDDEN = 4
 PATIENCE = 60

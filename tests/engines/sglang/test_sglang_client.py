@@ -7,8 +7,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from hsfmt.errors import SampleError, StorageError, UsageError
+from hsfmt.writers.capturing.ask import parse_ask
 from hsfmt.writers.sglang import client
-from hsfmt.writers.sglang.ask import parse_ask
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -10,7 +10,7 @@ import torch
 
 from hsfmt import HiddenStateDataset, seal
 from hsfmt.errors import UsageError
-from hsfmt.writers.sglang.ask import ask_text
+from hsfmt.writers.capturing.ask import ask_text
 from hsfmt.writers.sglang.capture import Capture
 from hsfmt.writers.sglang.hooks import Plugin
 from hsfmt.writers.sglang.meaning import Meaning

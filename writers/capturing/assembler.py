@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from hsfmt.errors import SampleError
-from hsfmt.writers.sglang.ask import Ask, parse_ask
-from hsfmt.writers.sglang.counters import Counters
-from hsfmt.writers.sglang.room import Room
+from hsfmt.writers.capturing.ask import Ask, parse_ask
+from hsfmt.writers.capturing.counters import Counters
+from hsfmt.writers.capturing.room import Room
 
 Rows = Sequence[npt.NDArray[Any]]
 _TAKEN = "a sample of this id is in the dataset or on its way there"

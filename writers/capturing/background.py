@@ -20,10 +20,10 @@ import numpy.typing as npt
 
 from hsfmt.errors import DuplicateSampleError, HsfmtError, NonFiniteError, SampleError
 from hsfmt.idset import CommittedIds, IdSet
+from hsfmt.writers.capturing.assembler import Assembly
+from hsfmt.writers.capturing.counters import Counters
+from hsfmt.writers.capturing.room import Room
 from hsfmt.writers.dataset_writer import DatasetWriter
-from hsfmt.writers.sglang.assembler import Assembly
-from hsfmt.writers.sglang.counters import Counters
-from hsfmt.writers.sglang.room import Room
 
 _log = logging.getLogger("hsfmt")
 _FIRST_PAUSE_SECONDS = 0.5
