@@ -48,15 +48,21 @@ def empty_tensors(specs: Sequence[Spec], *, pin_memory: bool = False) -> list[to
     MemoryError, RuntimeError
         There is not enough memory.
     """
-    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in specs]
-    offsets = [0]
-    for size in sizes:
-        offsets.append(offsets[-1] + -(-size // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES)
-    memory = _allocate(offsets[-1], pin_memory=pin_memory)
-    return [
-        memory[offset : offset + size].view(dtype).view(shape)
-        for (shape, dtype), offset, size in zip(specs, offsets, sizes, strict=False)
-    ]
+    return carve(_allocate(nbytes_of(specs), pin_memory=pin_memory), specs)
+
+
+def nbytes_of(specs: Sequence[Spec]) -> int:
+    """Return the bytes that tensors take together, each aligned."""
+    return sum(_aligned_nbytes(spec) for spec in specs)
+
+
+def carve(memory: torch.Tensor, specs: Sequence[Spec]) -> list[torch.Tensor]:
+    """Return tensors of some shapes and dtypes one behind the other in uint8 [nbytes_of(specs)]."""
+    tensors, start = [], 0
+    for shape, dtype in specs:
+        tensors.append(memory[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape))
+        start += _aligned_nbytes((shape, dtype))
+    return tensors
 
 
 def share(items: list[Item]) -> list[Item]:
@@ -99,3 +105,8 @@ def _allocate(nbytes: int, *, pin_memory: bool) -> torch.Tensor:
     if pin_memory and torch.cuda.is_available():
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     return torch.from_numpy(MEMORY.empty(nbytes))
+
+
+def _aligned_nbytes(spec: Spec) -> int:
+    shape, dtype = spec
+    return -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES

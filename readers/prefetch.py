@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import math
-import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from hsfmt.errors import UsageError
-from hsfmt.readers.buffers import Spec, empty_tensors
+from hsfmt.readers.buffers import Spec, carve, empty_tensors, nbytes_of
 from hsfmt.readers.device import as_device, make_lane, map_tensors, not_picklable, to_lane
 from hsfmt.readers.order_position import OrderPosition, check_batch
 from hsfmt.readers.read_ahead import Batches, ReadAhead
+from hsfmt.readers.recycled_memory import RecycledMemory, allocated_nbytes
 from hsfmt.readers.sample_requests import integer
 
 Batch = dict[str, torch.Tensor]
@@ -97,7 +93,7 @@ class Prefetcher:
         if template is not None:
             memory = _Memory(template, pin_memory=pin)
             self._depth = _bounded(self._depth, max_nbytes, memory.nbytes)
-            memory.n_kept = self._depth + _N_IN_USE
+            memory.keep(self._depth + _N_IN_USE)
             self._read: Callable[[Sequence[int]], Any] = lambda indices: collator(indices, out=memory.take())
         elif max_nbytes is not None:
             expected = "a collator whose batches have a fixed length, which `allocate` shows"
@@ -189,48 +185,34 @@ def _template(collator: Any) -> Batch | None:
 
 
 class _Memory:
-    """Buffers of batches: one is used again when no tensor over it is left, wherever in the program.
+    """Memory of batches; that of one is used again when no tensor over it is left, wherever in the program.
 
-    A tensor keeps the NumPy array that it was made of; each batch gets an array object of its own over the buffer, the
-    end of which says that all its tensors and their views are gone. Pinned memory is not treated so: copies out of it
-    may be under way when the last tensor goes, which only torch's own allocator knows.
+    Pinned memory comes from torch, whose own allocator keeps it: copies out of it may be under way when the last tensor
+    goes, which only that allocator knows.
     """
 
     def __init__(self, template: Batch, *, pin_memory: bool) -> None:
         self._names = list(template)
         self._specs: list[Spec] = [(tuple(tensor.shape), tensor.dtype) for tensor in template.values()]
         self._pin_memory = pin_memory
-        self._free: deque[npt.NDArray[np.uint8]] = deque()
-        self.n_kept = 0
+        self._recycled = RecycledMemory(0)
 
     @property
     def nbytes(self) -> int:
         """Bytes that a batch takes."""
-        sizes = [-(-math.prod(shape) * dtype.itemsize // 64) * 64 for shape, dtype in self._specs]
-        return 1 << (sum(sizes) - 1).bit_length() if self._pin_memory else sum(sizes)
+        nbytes = nbytes_of(self._specs)
+        return 1 << (nbytes - 1).bit_length() if self._pin_memory else nbytes
+
+    def keep(self, n_batches: int) -> None:
+        """Keep the memory of so many batches."""
+        self._recycled = RecycledMemory(n_batches * allocated_nbytes(self.nbytes), min_nbytes=1)
 
     def take(self) -> Batch:
         """Return uninitialised tensors for a batch."""
         if self._pin_memory:
             return dict(zip(self._names, empty_tensors(self._specs, pin_memory=True), strict=True))
-        try:
-            buffer = self._free.pop()
-        except IndexError:
-            (tensor,) = empty_tensors([((self.nbytes,), torch.uint8)])
-            buffer = tensor.numpy()
-        lent = buffer.view()
-        weakref.finalize(lent, self._give_back, buffer).atexit = False
-        memory = torch.from_numpy(lent)
-        tensors, start = {}, 0
-        for name, (shape, dtype) in zip(self._names, self._specs, strict=True):
-            size = math.prod(shape) * dtype.itemsize
-            tensors[name] = memory[start : start + size].view(dtype).view(shape)
-            start += -(-size // 64) * 64
-        return tensors
-
-    def _give_back(self, buffer: npt.NDArray[np.uint8]) -> None:
-        if len(self._free) < self.n_kept:
-            self._free.append(buffer)
+        memory = torch.from_numpy(self._recycled.empty(self.nbytes))
+        return dict(zip(self._names, carve(memory, self._specs), strict=True))
 
 
 def _check_same_dataset(collator: Any, order: Any) -> None:

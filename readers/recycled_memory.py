@@ -23,15 +23,23 @@ _MAX_KEPT_NBYTES = 1 << 30
 
 
 class RecycledMemory(ForkAware):
-    """Hands out memory and keeps what comes back, 1 GiB at most; allocations under 1 MiB are left to NumPy.
+    """Hands out memory and keeps what comes back.
 
     Memory comes back in whatever thread drops the last reference, perhaps one that is in `empty`, and an interrupt may
     strike anywhere: so all steps are atomic operations of deques, and there is no lock.
+
+    Parameters
+    ----------
+    max_kept_nbytes
+        Most bytes that wait to be used again.
+    min_nbytes
+        Smaller allocations are left to NumPy.
     """
 
-    def __init__(self, max_kept_nbytes: int = _MAX_KEPT_NBYTES) -> None:
+    def __init__(self, max_kept_nbytes: int = _MAX_KEPT_NBYTES, min_nbytes: int = _MIN_NBYTES) -> None:
         super().__init__()
         self._max_kept_nbytes = max_kept_nbytes
+        self._min_nbytes = min_nbytes
         self.after_fork()
 
     def after_fork(self) -> None:
@@ -52,9 +60,9 @@ class RecycledMemory(ForkAware):
         MemoryError
             There is not enough.
         """
-        if nbytes < _MIN_NBYTES:
+        if nbytes < self._min_nbytes:
             return _aligned(np.empty(nbytes + _ALIGNMENT_NBYTES, np.uint8), nbytes)
-        size = _size(nbytes) + _ALIGNMENT_NBYTES
+        size = allocated_nbytes(nbytes)
         try:
             buffer = self._kept[size].pop()
         except (KeyError, IndexError):
@@ -79,6 +87,11 @@ class RecycledMemory(ForkAware):
 def _aligned(buffer: Bytes, nbytes: int) -> Bytes:
     start = -buffer.ctypes.data % _ALIGNMENT_NBYTES
     return buffer[start : start + nbytes]
+
+
+def allocated_nbytes(nbytes: int) -> int:
+    """Return how many bytes an allocation of `nbytes` takes."""
+    return _size(nbytes) + _ALIGNMENT_NBYTES
 
 
 def _size(nbytes: int) -> int:
