@@ -79,8 +79,8 @@ class Rounds:
         self.random = random.Random(1)
         self.n = 0
 
-    def run(self, *, ask: bool) -> float:
-        """Return the tokens a second of one round."""
+    def run(self, *, ask: bool) -> tuple[float, float]:
+        """Return the tokens a second of one round, and the CPU seconds of all processes until it is durable."""
         from hsfmt.writers.sglang.client import parse_answer, request_fields
 
         self.n += 1
@@ -90,12 +90,22 @@ class Rounds:
             if not ask:
                 del each["sampling_params"]["custom_params"]
         body = {name: [each[name] for each in fields] for name in fields[0]}
-        started = time.perf_counter()
+        started, cpu = time.perf_counter(), cpu_seconds()
         responses = self.engine.generate(**body)
         seconds = time.perf_counter() - started
         if ask and not all(parse_answer("", response).accepted for response in responses):
             sys.exit("a sample was refused: the figures would be of something else")
-        return self.args.prompts * self.args.tokens / seconds
+        if ask:
+            self.engine.collective_rpc("hsfmt_flush")
+        return self.args.prompts * self.args.tokens / seconds, cpu_seconds() - cpu
+
+
+def cpu_seconds() -> float:
+    """CPU time of this process and all that live below it."""
+    import psutil
+
+    me = psutil.Process()
+    return sum(sum(process.cpu_times()[:2]) for process in (me, *me.children(recursive=True)))
 
 
 def main() -> None:
@@ -118,13 +128,16 @@ def main() -> None:
         for _ in range(args.rounds):
             figures["plain"].append(rounds.run(ask=False))
             figures["captured"].append(rounds.run(ask=True))
-            engine.collective_rpc("hsfmt_flush")
         status = engine.get_server_info()["internal_states"][0]["hsfmt"]
         engine.shutdown()
     for name, values in figures.items():
-        print(f"{name:9} {statistics.median(values):9.0f} tokens/s, median of", [round(value) for value in values])
-    ratios = [after / before for before, after in zip(figures["plain"], figures["captured"], strict=True)]
-    print("captured / plain", f"{statistics.median(ratios):.3f}, median of", [round(ratio, 3) for ratio in ratios])
+        rates = [rate for rate, _ in values]
+        cpu = statistics.median(seconds for _, seconds in values)
+        print(f"{name:9} {statistics.median(rates):9.0f} tokens/s, best {max(rates):.0f}, CPU {cpu:.2f} s a round")
+    pairs = list(zip(figures["plain"], figures["captured"], strict=True))
+    for i, name in enumerate(("tokens/s", "CPU seconds")):
+        ratios = [after[i] / before[i] for before, after in pairs]
+        print(f"captured / plain, {name}: {statistics.median(ratios):.3f}, median of {[round(r, 3) for r in ratios]}")
     for name in ("accepted", "durable", "refused", "nbytes", "queue_high_water", "waited_seconds", "longest_wait"):
         print(f"{name:17} {status[name]}")
 
