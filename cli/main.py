@@ -24,6 +24,7 @@ _COMMANDS = {
     "cat": "Show one sample, or write it to a .pt, .safetensors or .npz file.",
     "capture": "Send prompts to a server that captures into a dataset.",
     "speculators-train": "Train a drafter with speculators on a dataset.",
+    "specforge-train": "Train a drafter with SpecForge on a dataset.",
 }
 _EPILOG = (
     "Exit codes: 0 fine, 1 problems in the data, 2 usage or bad input, 3 not found or storage failure, "

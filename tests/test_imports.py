@@ -95,7 +95,7 @@ import sys
 from hsfmt.cli.main import main
 main(sys.argv[1:], standalone_mode=False)
 """
-COMMANDS = ["convert", "verify", "info", "ls", "seal", "cat", "capture", "speculators-train"]
+COMMANDS = ["convert", "verify", "info", "ls", "seal", "cat", "capture", "speculators-train", "specforge-train"]
 needs_cli = pytest.mark.skipif(
     not (Path(__file__).resolve().parent.parent / "cli" / "main.py").is_file(), reason="no command line yet"
 )
