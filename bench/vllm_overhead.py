@@ -122,7 +122,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as name:
         write_config(Path(name), args)
-        command = [sys.executable, *sys.argv, "--folder", name]
+        command = [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:], "--folder", name]
         engines = {
             kind: subprocess.Popen(
                 [*command, "--engine", kind], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=name
