@@ -27,8 +27,8 @@ help:
 	@echo 'make test-py312  the tests that need no torch, on Python 3.12 or 3.13'
 	@echo 'make bench       this reader beside what else people read with; BENCH_ARGS=--quick for a minute of it'
 	@echo 'make venv        only the environment, in .venv'
-	@echo 'make test-engines  the tests that run real SGLang, vLLM, speculators and SpecForge: half an hour with their installation'
-	@echo 'make engines     SGLang, vLLM, speculators, SpecForge on the CPU, each in an environment of its own: 9 GB'
+	@echo 'make test-engines  the tests that run real engines, trainers and their readers: half an hour with their installation'
+	@echo 'make engines     SGLang, vLLM, speculators, SpecForge and other readers on the CPU, in environments of their own: 11 GB'
 
 # --- environments ----------------------------------------------------------------------------------------------------
 
@@ -75,7 +75,12 @@ venv: .venv/.installed
 	PYTHON=$(PYTHON) bash engines/specforge.sh $(@D)
 	@touch $@
 
-engines: .venv-sglang/.installed .venv-vllm/.installed .venv-speculators/.installed .venv-specforge/.installed
+.venv-readers/.installed: engines/readers.sh engines/readers-requirements.txt
+	PYTHON=$(PYTHON) bash engines/readers.sh $(@D)
+	@touch $@
+
+engines: .venv-sglang/.installed .venv-vllm/.installed .venv-speculators/.installed .venv-specforge/.installed \
+		.venv-readers/.installed
 
 # The tree as a wheel would install it: neither mypy nor import-linter follows setuptools' package-dir. build/lib is
 # removed since setuptools would pack modules from it that are gone.

@@ -107,8 +107,9 @@ def document(results: Results) -> str:
     return "\n\n".join(parts)
 
 
-def write(page: Path, text: str) -> None:
+def write(page: Path, text: str, marks: tuple[str, str] = (BEGIN, END)) -> None:
     """Replace what is between the marks."""
-    before, rest = page.read_text().split(BEGIN)
-    _, after = rest.split(END)
-    page.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}")
+    begin, end = marks
+    before, rest = page.read_text().split(begin)
+    _, after = rest.split(end)
+    page.write_text(f"{before}{begin}\n\n{text}\n\n{end}{after}")

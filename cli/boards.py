@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 from hsfmt.cli.progress import Progress
 
 GO_ON, FINISH, ABANDON = 0, 1, 2
+# Places in the shared memory of a SharedBoard.
+ORDER, ITEMS, NBYTES, USED, TICKETS, SERVED = range(6)
+N_SHARED = 6
+_POLL_SECONDS = 0.01
 
 
 class Board(Protocol):
@@ -19,6 +25,9 @@ class Board(Protocol):
 
     def order(self) -> int:
         """Return GO_ON, FINISH (commit what was taken) or ABANDON (commit nothing of the open part)."""
+
+    def room(self, nbytes: int) -> AbstractContextManager[None]:
+        """Wait until an item of that size fits into memory beside those of the other workers, and hold the room."""
 
 
 def until_told(numbers: Sequence[int], board: Board) -> Iterator[int]:
@@ -49,18 +58,32 @@ class LocalBoard:
         """Count an item done."""
         self._items += 1
         self._nbytes += nbytes
-        self._progress.update(self._nbytes, f"{self._items:,} files")
+        self._progress.update(self._nbytes, f"{self._items:,} {self._progress.noun}")
 
     def order(self) -> int:
         """Return GO_ON: an interruption comes as KeyboardInterrupt."""
         return GO_ON
 
+    def room(self, nbytes: int) -> AbstractContextManager[None]:
+        """There is nobody to wait for."""
+        del nbytes
+        return nullcontext()
+
 
 class SharedBoard:
-    """Figures in shared memory: order, items, nbytes. No queue, which a stopping parent might leave full."""
+    """Figures in shared memory. No queue, which a stopping parent might leave full.
 
-    def __init__(self, shared: Any) -> None:
+    Parameters
+    ----------
+    shared
+        int64 [N_SHARED], with a lock.
+    memory_nbytes
+        What the items that are in memory at once may take together, None for any size.
+    """
+
+    def __init__(self, shared: Any, memory_nbytes: int | None = None) -> None:
         self._shared = shared
+        self._memory_nbytes = memory_nbytes
         self._parent = os.getppid()
         self._stopped = False
 
@@ -71,12 +94,41 @@ class SharedBoard:
     def advance(self, nbytes: int) -> None:
         """Count an item done."""
         with self._shared.get_lock():
-            self._shared[1] += 1
-            self._shared[2] += nbytes
+            self._shared[ITEMS] += 1
+            self._shared[NBYTES] += nbytes
 
     def order(self) -> int:
         """Return the parent's order."""
         if self._stopped or os.getppid() != self._parent:  # it was killed: nobody is left who would seal or report
             return ABANDON
-        order: int = self._shared[0]
+        order: int = self._shared[ORDER]
         return order
+
+    @contextmanager
+    def room(self, nbytes: int) -> Iterator[None]:
+        """Wait for room, in the order of asking, so that none waits for ever; an item above the budget runs alone."""
+        if self._memory_nbytes is None:
+            yield
+            return
+        with self._shared.get_lock():
+            ticket = self._shared[TICKETS]
+            self._shared[TICKETS] += 1
+        while not self._takes(ticket, nbytes, self._memory_nbytes):
+            if self.order() == ABANDON:  # nobody is served any more
+                raise KeyboardInterrupt
+            time.sleep(_POLL_SECONDS)
+        try:
+            yield
+        finally:
+            with self._shared.get_lock():
+                self._shared[USED] -= nbytes
+
+    def _takes(self, ticket: int, nbytes: int, limit: int) -> bool:
+        shared = self._shared
+        with shared.get_lock():
+            used = shared[USED]
+            if shared[SERVED] != ticket or (used and used + nbytes > limit):
+                return False
+            shared[SERVED] += 1
+            shared[USED] += nbytes
+            return True

@@ -67,7 +67,8 @@ def command(  # noqa: PLR0913  each is an option of its own
     target = _target(output, sample.sample_id, format_)
     _check_free(target, force=force)
     tensors = _tensors(sample, part, reader.header)
-    nbytes = write_sample_file(target, tensors, _attributes(sample, reader, kept), overwrite=force)
+    attributes = {**_attributes(sample, part, reader, kept), "loss_mask_given": bool(part.index.loss_mask_given[row])}
+    nbytes = write_sample_file(target, tensors, attributes, overwrite=force)
     facts: dict[str, Any] = {"id": sample.sample_id, "index": number, "nbytes": nbytes, "path": str(target)}
     click.echo(dumps(facts) if as_json else f"{target}: {units.nbytes(nbytes)}")
 
@@ -107,9 +108,10 @@ def _tensors(sample: SampleArrays, part: OpenPart, header: Header) -> dict[str, 
     return tensors
 
 
-def _attributes(sample: SampleArrays, reader: SampleReader, layers: tuple[int, ...]) -> dict[str, Any]:
+def _attributes(sample: SampleArrays, part: OpenPart, reader: SampleReader, layers: tuple[int, ...]) -> dict[str, Any]:
     header = reader.header
     return {
+        "extras": {name: part.columns[name].declaration() for name in sample.extras},
         "final_norm": header.final_norm,
         "layers": list(layers),
         "metadata": sample.metadata,

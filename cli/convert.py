@@ -6,9 +6,11 @@ from typing import Any
 
 import click
 
-from hsfmt.cli import conversion, units
-from hsfmt.cli.conversion_plan import Request, make_plan
-from hsfmt.cli.conversion_report import Report
+from hsfmt.cli import units
+from hsfmt.cli.converting import run as conversion
+from hsfmt.cli.converting.plan import Request, make_plan
+from hsfmt.cli.converting.report import Report
+from hsfmt.cli.converting.reshaping import CAST_DTYPES, RESHAPING_OPTIONS, Reshaping
 from hsfmt.cli.failures import dumps, exit_code, show
 from hsfmt.cli.options import json_option, layer_ids, quiet_option, size, workers_option
 from hsfmt.cli.termination import sigterm_interrupts
@@ -16,6 +18,11 @@ from hsfmt.codecs import CODECS
 from hsfmt.errors import SourceError
 from hsfmt.header import NORMS
 from hsfmt.readers.sources import SOURCE_NAMES, SourceOptions, parse_key_map
+
+
+def size_or_none(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    """Return bytes as `size` does, None where the option was not given."""
+    return None if value is None else size(ctx, param, value)
 
 
 @click.command()
@@ -37,6 +44,7 @@ from hsfmt.readers.sources import SOURCE_NAMES, SourceOptions, parse_key_map
 @click.option("--map", "key_map", metavar="ROLE=KEY", multiple=True, help="Where the tensors are, for --from pt.")
 @click.option("--hidden-size", type=click.IntRange(1), metavar="N", help="Width of one state, to split [T, L*H].")
 @click.option("--model-config", metavar="PATH", help="The model's config.json, to tell its number of layers.")
+@click.option("--loss-weights", is_flag=True, help="Keep loss masks that hold weights, as the column loss_weight.")
 @click.option(
     "--id-prefix", metavar="TEXT", help="Put TEXT before every sample id, as rank1/ for one folder of several."
 )
@@ -45,12 +53,45 @@ from hsfmt.readers.sources import SOURCE_NAMES, SourceOptions, parse_key_map
     "--part-size",
     "part_nbytes",
     metavar="SIZE",
-    callback=size,
-    default="32GiB",
-    show_default=True,
-    help="Raw bytes of a part.",
+    callback=size_or_none,
+    help="Raw bytes of a part. [default: 32GiB; 4GiB with --delete-source]",
 )
 @workers_option("Processes that convert.")
+@click.option(
+    "--memory",
+    "memory_nbytes",
+    metavar="SIZE",
+    callback=size_or_none,
+    help="What the samples that all processes hold at once may take together. [default: no bound]",
+)
+@click.option(
+    "--delete-source",
+    is_flag=True,
+    help="Delete each file once its samples are committed and were read again from the dataset.",
+)
+@click.option("--trim-padding", is_flag=True, help="Leave out padding at the end of samples.")
+@click.option(
+    "--pad-id",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    metavar="ID",
+    help="Token id of padding, where the source has no attention mask.",
+)
+@click.option(
+    "--min-loss-tokens",
+    type=click.IntRange(0),
+    default=0,
+    metavar="N",
+    help="Record samples with fewer supervised tokens as holes.",
+)
+@click.option(
+    "--split-long",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Cut longer samples into windows of N tokens, ID#0, ID#1.",
+)
+@click.option("--cast", type=click.Choice(CAST_DTYPES), help="Change the states to this dtype; recorded.")
 @click.option("--resume/--no-resume", default=True, help="Skip what is committed, or refuse a dataset with samples.")
 @click.option("--dry-run", is_flag=True, help="Say what would happen, with a size estimate; write nothing.")
 @click.option("--force", is_flag=True, help="Start although the estimate does not fit.")
@@ -94,8 +135,10 @@ def command(
         hidden_size=hidden_size,
         layer_ids=layers,
         model_config=model_config,
+        loss_weights=request.pop("loss_weights"),
     )
-    asked = Request(options=options, command=("hsfmt", *(ctx.find_root().obj or ())), **request)
+    reshaping = Reshaping(**{name: request.pop(name) for name in RESHAPING_OPTIONS})
+    asked = Request(options=options, reshaping=reshaping, command=("hsfmt", *(ctx.find_root().obj or ())), **request)
     with sigterm_interrupts():
         report = conversion.run(make_plan(asked), show_progress=not (as_json or quiet))
         _print(report, as_json=as_json)

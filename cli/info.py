@@ -67,6 +67,9 @@ def _meaning(facts: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("scaling", f"{scaling['rule']} with column {scaling['column']}"))
     for name, column in facts["columns"].items():
         rows.append((name, f"{column['dtype']} {column['shape'] or ''} a {column['kind']}".replace("  ", " ")))
+    if facts["attachments"]:
+        entries = (f"{entry['name']} ({units.nbytes(entry['nbytes'])})" for entry in facts["attachments"])
+        rows.append(("attachments", one_line(", ".join(entries))))
     rows.append(("format", f"{header['format']}, readable from {header['readable_from']}"))
     return rows
 

@@ -16,16 +16,21 @@ from hsfmt.cli.failures import BROKEN_PIPE, as_json, exit_code, show
 from hsfmt.versions import FORMAT
 
 _COMMANDS = {
+    "doctor": "Say what a folder of another program holds, and what convert would do with it.",
+    "estimate": "Say how large a dataset will be.",
     "convert": "Turn a folder that another program wrote into a dataset.",
     "verify": "Check a dataset and report everything that is wrong with it.",
     "info": "Say what a dataset holds and means.",
     "ls": "List the samples of a dataset, or its holes.",
     "seal": "Make all that is committed the dataset's current snapshot.",
+    "export": "Write a dataset in the format of another program.",
     "cat": "Show one sample, or write it to a .pt, .safetensors or .npz file.",
     "capture": "Send prompts to a server that captures into a dataset.",
     "speculators-train": "Train a drafter with speculators on a dataset.",
     "specforge-train": "Train a drafter with SpecForge on a dataset.",
 }
+# Those whose module is not named as they are.
+_MODULES = {"estimate": "estimate_command"}
 _EPILOG = (
     "Exit codes: 0 fine, 1 problems in the data, 2 usage or bad input, 3 not found or storage failure, "
     "130 interrupted, 143 terminated. With --json, stdout is one JSON document in every case."
@@ -40,10 +45,11 @@ class CommandLine(click.Group):
         return list(_COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002  likewise
-        """Import the command's module, which is named as the command is."""
+        """Import the command's module."""
         if cmd_name not in _COMMANDS:
             return None
-        command: click.Command = import_module(f"hsfmt.cli.{cmd_name.replace('-', '_')}").command
+        module = _MODULES.get(cmd_name, cmd_name.replace("-", "_"))
+        command: click.Command = import_module(f"hsfmt.cli.{module}").command
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002  likewise

@@ -17,7 +17,7 @@ from hsfmt.manifest import PartManifest
 from hsfmt.snapshot import Snapshot
 
 # What differs from run to run of one producer, and would keep equal ones apart.
-_PER_RUN = ("started", "host", "command", "source_files", "source_nbytes")
+_PER_RUN = ("started", "host", "command", "source_files", "source_folders", "source_nbytes")
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class _Sums:
                 folder = f"parts/{manifest.part}/{name}/"
                 self.states_stored += sum(entry.nbytes for entry in manifest.files if entry.path.startswith(folder))
             elif name not in CORE_COLUMNS:
-                self.columns[name] = {"dtype": column.dtype_name, "kind": column.kind, "shape": list(column.shape[1:])}
+                self.columns[name] = column.declaration()
         self.holes |= manifest.holes
         shared = {key: value for key, value in manifest.producer.items() if key not in _PER_RUN}
         entry = self.producers.setdefault(canonical.dumps(shared), {"parts": 0, "producer": shared, "runs": []})
@@ -72,6 +72,7 @@ def overview(opened: Opened) -> dict[str, Any]:
     lengths = snapshot.n_tokens
     same = int(snapshot.shadowed_same.sum())
     return {
+        "attachments": [dict(entry) for entry in snapshot.attachments],
         "columns": sums.columns,
         "content_digest": snapshot.content_digest,
         "files": sums.files,

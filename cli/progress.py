@@ -23,11 +23,14 @@ class Progress:
         What is being done.
     total
         Bytes to do, 0 when that is not known.
+    noun
+        What is counted beside the bytes.
     """
 
-    def __init__(self, label: str, total: int = 0) -> None:
+    def __init__(self, label: str, total: int = 0, noun: str = "files") -> None:
         self.label = label
         self.total = total
+        self.noun = noun
 
     def __enter__(self) -> Self:
         return self
@@ -98,8 +101,8 @@ class BarProgress(Progress):
         self._bar.update(self._task, completed=done, total=self.total or None, note=note, rate=rate)
 
 
-def open_progress(label: str, total: int = 0, *, shown: bool) -> Progress:
+def open_progress(label: str, total: int = 0, noun: str = "files", *, shown: bool) -> Progress:
     """Return the progress that suits stderr."""
     if not shown:
-        return Progress(label, total)
-    return (BarProgress if sys.stderr.isatty() else LogProgress)(label, total)
+        return Progress(label, total, noun)
+    return (BarProgress if sys.stderr.isatty() else LogProgress)(label, total, noun)

@@ -31,8 +31,23 @@ from hsfmt.storage import open_store
 @click.option(
     "--drop-missing", is_flag=True, help="Leave out parts that are gone although the current snapshot names them."
 )
+@click.option(
+    "--drop-attachment",
+    "drop_attachments",
+    metavar="NAME",
+    multiple=True,
+    help="Let go of an attachment that the current snapshot lists, as d2t.",
+)
 @json_option
-def command(*, url: str, expect: int | None, expect_ids: Any, drop_missing: bool, as_json: bool) -> None:
+def command(
+    *,
+    url: str,
+    expect: int | None,
+    expect_ids: Any,
+    drop_missing: bool,
+    drop_attachments: tuple[str, ...],
+    as_json: bool,
+) -> None:
     """Make all that is committed at URL the current snapshot, which readers then open.
 
     Nothing is replaced when the samples are not the expected ones, or when parts of the current snapshot are gone: the
@@ -48,7 +63,7 @@ def command(*, url: str, expect: int | None, expect_ids: Any, drop_missing: bool
     pointer = read_pointer(store)
     before = pointer.samples if pointer else None
     with collected_warnings() as warnings:
-        sealed = seal(store, expect=wanted, drop_missing=drop_missing)
+        sealed = seal(store, expect=wanted, drop_missing=drop_missing, drop_attachments=drop_attachments)
     if as_json:
         click.echo(dumps({**_as_json(url, sealed), "samples_before": before, "warnings": warnings}))
     else:

@@ -8,12 +8,11 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
-from hsfmt.cli.boards import ABANDON, FINISH, Board, LocalBoard, SharedBoard
+from hsfmt.cli.boards import ABANDON, FINISH, ITEMS, N_SHARED, NBYTES, ORDER, Board, LocalBoard, SharedBoard
 from hsfmt.cli.progress import Progress
-from hsfmt.cli.slices import Tally
-from hsfmt.errors import StorageError
+from hsfmt.errors import HsfmtError, StorageError
 from hsfmt.worker_process import end_with_parent
 
 _POLL_SECONDS = 0.2
@@ -22,14 +21,23 @@ _STOP_SECONDS = 10  # for one that was told to end, before it is ended
 _SIGNALS = {signal.SIGINT, signal.SIGTERM}
 
 
-Work = Callable[[Sequence[int], Board], Tally]
-_WORKER: list[tuple[Work, Board]] = []
+class Outcome(Protocol):
+    """What became of a slice; `error` is why it did not get to its end."""
+
+    @property
+    def error(self) -> HsfmtError | None:
+        """None where it did."""
 
 
-def _start_worker(work: Work, shared: Any) -> None:
+T = TypeVar("T", bound=Outcome)
+Work = Callable[[Sequence[int], Board], T]
+_WORKER: list[tuple[Work[Any], Board]] = []
+
+
+def _start_worker(work: Work[Any], shared: Any, memory_nbytes: int | None) -> None:
     logging.getLogger("hsfmt").addHandler(logging.NullHandler())  # as in the parent
     end_with_parent(_GRACE_SECONDS)
-    board = SharedBoard(shared)
+    board = SharedBoard(shared, memory_nbytes)
     signal.signal(signal.SIGTERM, lambda *_: _stop(board))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     _WORKER[:] = [(work, board)]
@@ -42,7 +50,7 @@ def _stop(board: SharedBoard) -> None:
     signal.alarm(_STOP_SECONDS)
 
 
-def _run_in_worker(numbers: Sequence[int]) -> Tally | None:
+def _run_in_worker(numbers: Sequence[int]) -> Any:
     work, board = _WORKER[0]
     try:
         return work(numbers, board)
@@ -51,8 +59,12 @@ def _run_in_worker(numbers: Sequence[int]) -> Tally | None:
 
 
 def run_slices(
-    work: Work, slices: Sequence[Sequence[int]], workers: int, progress: Progress
-) -> Generator[Tally, None, None]:
+    work: Work[T],
+    slices: Sequence[Sequence[int]],
+    workers: int,
+    progress: Progress,
+    memory_nbytes: int | None = None,
+) -> Generator[T, None, None]:
     """Do the work on all slices and yield their tallies as they come; after a failed one the others finish early.
 
     Parameters
@@ -65,6 +77,8 @@ def run_slices(
         Processes; 1 for this one.
     progress
         Is told how far all slices are.
+    memory_nbytes
+        What the items that are in memory at once may take together, None for any size.
 
     Closing the generator ends the workers, as an interruption does.
 
@@ -76,16 +90,17 @@ def run_slices(
         When all that run have ended.
     """
     if workers == 1 or len(slices) <= 1:
+        board = LocalBoard(progress)
         for numbers in slices:
-            tally = work(numbers, LocalBoard(progress))
+            tally = work(numbers, board)
             yield tally
             if tally.error is not None:
                 return
         return
     context = get_context("spawn")  # a fork would copy locks that threads of ours may hold
-    shared = context.Array("q", 3)
+    shared = context.Array("q", N_SHARED)
     n = min(workers, len(slices))
-    with ProcessPoolExecutor(n, context, initializer=_start_worker, initargs=(work, shared)) as pool:
+    with ProcessPoolExecutor(n, context, initializer=_start_worker, initargs=(work, shared, memory_nbytes)) as pool:
         # The terminal sends Ctrl-C to the workers too, which inherit that it is blocked: only we decide what it means.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         waiting = {pool.submit(_run_in_worker, numbers) for numbers in slices}
@@ -94,17 +109,17 @@ def run_slices(
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             while waiting:
                 done, waiting = wait(waiting, _POLL_SECONDS, FIRST_COMPLETED)
-                progress.update(shared[2], f"{shared[1]:,} files")
+                progress.update(shared[NBYTES], f"{shared[ITEMS]:,} {progress.noun}")
                 for future in done:
                     outcome, error = _outcome(future)
                     failure = failure or error
                     if outcome is not None:
                         yield outcome
                     if error is not None or (outcome is not None and outcome.error is not None):
-                        shared[0] = FINISH
+                        shared[ORDER] = FINISH
                         waiting = {other for other in waiting if not other.cancel()}
         except BaseException:  # Ctrl-C wherever it strikes
-            shared[0] = ABANDON
+            shared[ORDER] = ABANDON
             # What they commit until they have ended belongs into the report.
             pool.shutdown(wait=True, cancel_futures=True)
             raise
@@ -112,7 +127,7 @@ def run_slices(
         raise failure
 
 
-def _outcome(future: Future[Tally | None]) -> tuple[Tally | None, BaseException | None]:
+def _outcome(future: Future[T | None]) -> tuple[T | None, BaseException | None]:
     try:
         return future.result(), None
     except BrokenProcessPool:

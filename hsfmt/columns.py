@@ -64,6 +64,10 @@ class Column:
         """Length of the first axis."""
         return self.shape[0]
 
+    def declaration(self) -> dict[str, Any]:
+        """Return `kind`, `dtype` and `shape` of a row, as a writer declares an extra column."""
+        return {"dtype": self.dtype_name, "kind": self.kind, "shape": list(self.shape[1:])}
+
     @property
     def n_planes(self) -> int:
         """Chunks side by side in one chunk row: the layers for `hidden_states`, else 1."""

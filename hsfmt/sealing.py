@@ -1,19 +1,22 @@
 """Sealing: make a snapshot of all that is committed and point at it.
 
-Spec: rules SEAL-1 to SEAL-8. No lock: whoever replaces the pointer lists again, and repeats if the committed set grew.
+Spec: rules SEAL-1 to SEAL-9. No lock: whoever replaces the pointer lists again, and repeats if the committed set grew.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from hsfmt import attachments as attached
 from hsfmt import digests, layout, tables
 from hsfmt.catalog import (
     committed_parts,
@@ -35,6 +38,7 @@ from hsfmt.versions import check_writable
 
 _log = logging.getLogger("hsfmt")
 _SHOWN = 10
+_WHAT = {"retract": "ids", "drop_attachments": "names"}
 _MISSING_REMEDY = "run the producer again for what is missing; the current snapshot was left as it is"
 _UNEXPECTED_REMEDY = (
     "expect them too, or retract them (Python: hsfmt.seal(url, retract=[ids])); the current snapshot was left as it is"
@@ -66,6 +70,8 @@ def seal(
     expect: int | Collection[str] | None = None,
     retract: Collection[str] = (),
     drop_missing: bool = False,
+    attachments: Mapping[str, npt.ArrayLike] | None = None,
+    drop_attachments: Collection[str] = (),
     storage_options: Mapping[str, Any] | None = None,
 ) -> Sealed:
     """Make a snapshot of all committed parts and point at it.
@@ -80,6 +86,11 @@ def seal(
         Ids to list but no longer serve; ids retracted by the current snapshot stay so.
     drop_missing
         Leave out parts that the current snapshot names and whose manifests are gone, instead of refusing.
+    attachments
+        Arrays that belong to the dataset as a whole, by name: booleans, integers or floats of any shape. Those of the
+        current snapshot stay without being named.
+    drop_attachments
+        Names of attachments of the current snapshot to list no longer; their files stay.
     storage_options
         For fsspec URLs.
 
@@ -99,9 +110,12 @@ def seal(
     CorruptionError, HeaderMismatchError
         A committed part can't be part of a snapshot, or parts of the current snapshot are committed no longer.
     UsageError
-        A text where a collection of ids is meant.
+        A text where a collection of ids is meant; or an attachment that can't be one, that the current snapshot has
+        with other content, or that is to be dropped and not there.
     """
     retract = frozenset(_collection("retract", retract))
+    dropped = frozenset(_collection("drop_attachments", drop_attachments))
+    files = [attached.encode(name, array) for name, array in sorted((attachments or {}).items())]
     if expect is not None and not isinstance(expect, int):
         expect = frozenset(_collection("expect", expect))
     store = url if isinstance(url, Store) else open_store(url, storage_options)
@@ -113,6 +127,12 @@ def seal(
     rounds, changed = 0, False
     # Before the listing: what they name was committed before them.
     kept = snapshots_to_keep(store)
+    _check_dropped(dropped, kept)
+    listed = _merged(kept, [entry for entry, _ in files], dropped, store.url)
+    for entry, data in files:
+        path = attached.entry_path(entry, store.url)
+        if not store.create(path, data) and not _holds(store, path, data):
+            store.write(path, data)  # its name is its digest: only a damaged file is another one
     while True:
         rounds += 1
         names = committed_parts(store)
@@ -127,32 +147,35 @@ def seal(
             check_none_lost(kept, names, (part.manifest for part in loaded.values()), drop=drop_missing)
             _check_retracted(retract, loaded.values())
             gone |= _retracted(store, skip_missing=drop_missing)
-        snapshot, replaced = _point_at(store, [loaded[name] for name in names], header, gone, expect)
+        contents = build_snapshot(without_superseded([loaded[name] for name in names]), header, gone, listed)
+        snapshot, replaced = _point_at(store, [loaded[name] for name in names], contents, expect)
         changed |= replaced
-        # A snapshot that appeared meanwhile is that of a seal that races with this one: what it retracted stays so too,
-        # whichever of the two replaced the pointer last.
+        # A snapshot that appeared meanwhile is that of a seal that races with this one: what it retracted stays so, and
+        # what it attached is kept, whichever of the two replaced the pointer last.
         found = {f"{digests.ALGORITHM}:{name}" for name in store.list(layout.SNAPSHOTS)}
         rivals = {name for name in found - known - {snapshot.fingerprint} if digests.is_digest(name)}
         known |= rivals
         theirs = set().union(*(_retracted_by(store, name) for name in rivals))
-        if committed_parts(store) == names and theirs <= gone:
+        both = _merged(_readable(store, rivals), listed, dropped, store.url)
+        if committed_parts(store) == names and theirs <= gone and both == listed:
             _warn_of_conflicts(store, snapshot, loaded, gone)
             return Sealed(snapshot, rounds, changed)
         gone |= theirs
+        listed = both
 
 
 def build_live(store: Store, header: Header) -> tuple[bytes, bytes]:
     """Return (index file, ids file) of a snapshot over all committed parts, without writing anything."""
     parts = [load_part(store, name, header) for name in committed_parts(store)]
-    return build_snapshot(without_superseded(parts), header, _retracted(store))
+    listed = _merged(snapshots_to_keep(store), [], (), store.url)
+    return build_snapshot(without_superseded(parts), header, _retracted(store), listed)
 
 
 def _point_at(
-    store: Store, parts: list[LoadedPart], header: Header, gone: set[str], expect: int | Collection[str] | None
+    store: Store, parts: list[LoadedPart], contents: tuple[bytes, bytes], expect: int | Collection[str] | None
 ) -> tuple[Snapshot, bool]:
     pointer = read_pointer(store)
-    attachments = read_snapshot(store, pointer.fingerprint)[0].attachments if pointer else ()
-    index_file, ids_file = build_snapshot(without_superseded(parts), header, gone, attachments)
+    index_file, ids_file = contents
     snapshot = parse_snapshot(index_file, "snapshot")
     _check_expected(snapshot, ids_file, expect)
     ids_path, index_path = (layout.snapshot_path(snapshot.fingerprint, file) for file in ("ids", "index"))
@@ -175,6 +198,34 @@ def _point_at(
     store.replace(layout.POINTER, make_pointer(snapshot, len(index_file), now).to_bytes())
     store.sync(["hsfmt"])
     return snapshot, True
+
+
+def _merged(
+    snapshots: Collection[Snapshot], added: Sequence[Mapping[str, Any]], dropped: Collection[str], where: str
+) -> list[Mapping[str, Any]]:
+    """Return the attachments to list: those of all these snapshots, and the added ones."""
+    listed: list[Mapping[str, Any]] = []
+    for snapshot in snapshots:
+        listed = attached.merge(snapshot.attachments, listed, dropped, where)
+    return attached.merge(listed, added, (), where)
+
+
+def _readable(store: Store, fingerprints: Collection[str]) -> list[Snapshot]:
+    """Return the snapshots that are whole: a seal that has not written its index will list after it has."""
+    found = []
+    for fingerprint in sorted(fingerprints):
+        with suppress(NotFoundError):
+            found.append(read_snapshot(store, fingerprint)[0])
+    return found
+
+
+def _check_dropped(dropped: frozenset[str], snapshots: Collection[Snapshot]) -> None:
+    """Refuse names of attachments that are not there: a typing error would go unnoticed."""
+    known = {str(entry.get("name")) for snapshot in snapshots for entry in snapshot.attachments}
+    names = sorted(name.removesuffix(attached.SUFFIX) for name in known)
+    if not dropped <= set(names):
+        expected = f"names of attachments: {', '.join(names) or 'the dataset has none'}"
+        raise UsageError.at("drop_attachments", expected=expected, got=", ".join(sorted(set(dropped) - set(names))))
 
 
 def _holds(store: Store, path: str, data: bytes) -> bool:
@@ -246,7 +297,7 @@ def _warn_of_conflicts(store: Store, snapshot: Snapshot, loaded: Mapping[str, Lo
 def _collection(name: str, ids: Collection[str]) -> Collection[str]:
     """Refuse a text, whose characters would be taken for ids."""
     if isinstance(ids, str | bytes):
-        expected = "a collection of ids" if name == "retract" else "a number or a collection of ids"
+        expected = "a number or a collection of ids" if name == "expect" else f"a collection of {_WHAT[name]}"
         remedy = f"write {name}=[{ids!r}]"
         raise UsageError.at(name, expected=expected, got=f"the text {ids!r}"[:100], remedy=remedy)
     return ids

@@ -108,18 +108,38 @@ def build_snapshot(
         "tokens": int(rows.n_tokens[served].sum()),
     }
     pairs = ((rows.ids[i], rows.content[i].tobytes()) for i in served)
-    metadata = {
+    metadata = snapshot_metadata(
+        header,
+        counts,
+        content_digest=digests.dataset_digest(pairs, len(served)),
+        ids_digest=digests.digest(ids_file),
+        ids_nbytes=len(ids_file),
+        attachments=attachments,
+    )
+    return tables.serialize(arrays, metadata), ids_file
+
+
+def snapshot_metadata(
+    header: Header,
+    counts: Mapping[str, int],
+    *,
+    content_digest: str,
+    ids_digest: str,
+    ids_nbytes: int,
+    attachments: Sequence[Mapping[str, Any]] = (),
+) -> dict[str, Any]:
+    """Return the document in a snapshot's index (rule SNAP-2)."""
+    return {
         "attachments": [dict(entry) for entry in attachments],
         "complete": True,
-        "content_digest": digests.dataset_digest(pairs, len(served)),
-        "counts": counts,
+        "content_digest": content_digest,
+        "counts": dict(counts),
         "format": FORMAT,
         "header": header.to_json(),
-        "ids": {"digest": digests.digest(ids_file), "nbytes": len(ids_file)},
+        "ids": {"digest": ids_digest, "nbytes": ids_nbytes},
         "kind": INDEX_KIND,
         "readable_from": READABLE_FROM,
     }
-    return tables.serialize(arrays, metadata), ids_file
 
 
 def _ref(part: LoadedPart) -> PartRef:

@@ -7,6 +7,7 @@ copies every tensor, and does not promise the same bytes for the same content.
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ _DTYPES: dict[str, np.dtype[Any]] = {
 _NAMES = {value: key for key, value in _DTYPES.items()}
 
 Array = npt.NDArray[Any]
+Shaped = tuple[np.dtype[Any], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,22 +53,39 @@ class Table:
 
 def serialize(arrays: Mapping[str, Array], metadata: dict[str, Any]) -> bytes:
     """Return the file: tensors in name order, dense, header padded with spaces to a multiple of 8 (rule TAB-2)."""
-    header: dict[str, Any] = {_METADATA: {_KEY: canonical.dumps(metadata).decode()}}
-    blobs: list[memoryview] = []
-    offset = 0
-    # Wide types first keeps every tensor aligned to its item size without gaps.
-    for name in sorted(arrays, key=lambda key: (-arrays[key].dtype.itemsize, key)):
-        array = np.ascontiguousarray(arrays[name])
-        header[name] = {
-            "dtype": _NAMES[array.dtype.newbyteorder("<") if array.dtype.itemsize > 1 else array.dtype],
-            "shape": list(array.shape),
-            "data_offsets": [offset, offset + array.nbytes],
-        }
-        blobs.append(array.reshape(-1).view(np.uint8).data)
-        offset += array.nbytes
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
+    text, order = _header({name: (array.dtype, array.shape) for name, array in arrays.items()}, metadata)
+    blobs = [np.ascontiguousarray(arrays[name]).reshape(-1).view(np.uint8).data for name in order]
     return b"".join([struct.pack("<Q", len(text)), text, *blobs])
+
+
+def serialized_nbytes(shapes: Mapping[str, Shaped], metadata: dict[str, Any]) -> int:
+    """Return the bytes of the file of arrays of these dtypes and shapes, as `serialize` would write it."""
+    text, _ = _header(shapes, metadata)
+    return 8 + len(text) + sum(map(_nbytes, shapes.values()))
+
+
+def _header(shapes: Mapping[str, Shaped], metadata: dict[str, Any]) -> tuple[bytes, list[str]]:
+    """Return the header and the names in the order of the tensors."""
+    header: dict[str, Any] = {_METADATA: {_KEY: canonical.dumps(metadata).decode()}}
+    # Wide types first keeps every tensor aligned to its item size without gaps.
+    order = sorted(shapes, key=lambda key: (-shapes[key][0].itemsize, key))
+    offset = 0
+    for name in order:
+        dtype, shape = shapes[name]
+        end = offset + _nbytes(shapes[name])
+        header[name] = {
+            "dtype": _NAMES[dtype.newbyteorder("<") if dtype.itemsize > 1 else dtype],
+            "shape": list(shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    return text + b" " * (-len(text) % 8), order
+
+
+def _nbytes(shaped: Shaped) -> int:
+    dtype, shape = shaped
+    return dtype.itemsize * math.prod(shape)
 
 
 def parse(data: bytes, where: str) -> Table:

@@ -219,6 +219,18 @@ class HiddenStateDataset:
         """
         return self.reader.index_of(sample_id)
 
+    def attachments(self) -> dict[str, npt.NDArray[Any]]:
+        """Return the arrays that belong to the dataset as a whole, by name, as a drafter's `d2t` and `t2d`.
+
+        Each call reads and checks their files; the arrays are read-only.
+
+        Raises
+        ------
+        CorruptionError, NotFoundError
+            One is missing or damaged.
+        """
+        return self.reader.attachments()
+
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
         """Tokens of each item, int64 [sample], `max_length` applied; no tensor is touched."""

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hsfmt import digests
+from hsfmt import attachments, digests
 from hsfmt.errors import CorruptionError, SampleNotFoundError
 from hsfmt.header import Header
 from hsfmt.layout import index_path
@@ -147,6 +147,16 @@ class SampleReader:
 
     def __len__(self) -> int:
         return self.snapshot.n_samples
+
+    def attachments(self) -> dict[str, npt.NDArray[Any]]:
+        """Return the arrays that belong to the dataset as a whole, by name, read and checked by each call.
+
+        Raises
+        ------
+        CorruptionError, NotFoundError
+            One is missing or damaged.
+        """
+        return attachments.load(self.store, self.snapshot.attachments, f"snapshot {self.snapshot.fingerprint}")
 
     @property
     def header(self) -> Header:

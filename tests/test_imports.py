@@ -20,6 +20,7 @@ ALLOWED = {
         "readers/prefetch.py",
         "readers/shared_memory.py",
         "readers/sources/torch_states.py",
+        "readers/sources/verl_speco_sample.py",
         "readers/views.py",
     },
     "zarr": {"hsfmt/zarr_dtypes.py", "hsfmt/zarr_plugin.py", "readers/arrays.py", "readers/zarr_store.py"},
@@ -95,7 +96,10 @@ import sys
 from hsfmt.cli.main import main
 main(sys.argv[1:], standalone_mode=False)
 """
-COMMANDS = ["convert", "verify", "info", "ls", "seal", "cat", "capture", "speculators-train", "specforge-train"]
+COMMANDS = [
+    "doctor", "estimate", "convert", "verify", "info", "ls", "seal", "export", "cat", "capture", "speculators-train",
+    "specforge-train",
+]  # fmt: skip
 needs_cli = pytest.mark.skipif(
     not (Path(__file__).resolve().parent.parent / "cli" / "main.py").is_file(), reason="no command line yet"
 )

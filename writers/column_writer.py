@@ -5,111 +5,25 @@ Spec: rules LAY-5 to LAY-8 and WRITE-2. Memory is a few chunk rows, whatever the
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from hsfmt import layout
-from hsfmt.columns import (
-    MAX_CHUNK_NBYTES,
-    STATES,
-    Column,
-    column_chunk_rows,
-    fitted_shard_rows,
-    max_shard_rows,
-    parse_column,
-    state_chunk_rows,
-)
+from hsfmt.column_plan import ColumnPlan
+from hsfmt.columns import STATES, Column
 from hsfmt.digests import FileHasher
 from hsfmt.dtypes import dtype
-from hsfmt.errors import UsageError
 from hsfmt.manifest import FileEntry
 from hsfmt.storage import ObjectWriter, Store
 from hsfmt.writers.pipeline import Encoded, OutputThread, Pipeline
-from hsfmt.writers.samples import is_positive
 from hsfmt.zarr_metadata import shard_index
 
 Array = npt.NDArray[Any]
-
-
-@dataclass(frozen=True, slots=True)
-class ColumnPlan:
-    """What a column will be before its length is known.
-
-    Attributes
-    ----------
-    row_shape
-        Shape of a row: (layer, hidden) for `hidden_states`.
-    chunk_rows, shard_rows
-        Rows of a chunk; most rows of a shard.
-    may_shrink
-        Whether a column that fits in one chunk gets a chunk of just its rows, without padding.
-    """
-
-    name: str
-    kind: str
-    dtype_name: str
-    row_shape: tuple[int, ...]
-    codec: str
-    chunk_rows: int
-    shard_rows: int
-    may_shrink: bool = True
-
-    @property
-    def n_planes(self) -> int:
-        """Chunks side by side in one chunk row."""
-        return self.row_shape[0] if self.name == STATES else 1
-
-    def column(self, n_rows: int) -> Column:
-        """Return the column once its length is known."""
-        row_nbytes = math.prod(self.row_shape) * dtype(self.dtype_name).itemsize
-        shard_rows = min(self.shard_rows, fitted_shard_rows(n_rows, self.chunk_rows, row_nbytes))
-        return Column(
-            self.name, self.kind, self.dtype_name, (n_rows, *self.row_shape), self.chunk_rows, shard_rows, self.codec
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class GridOptions:
-    """Sizes that a caller may ask for, in rows; None takes the preferred ones. For small samples, and for tests."""
-
-    chunk_tokens: int | None = None
-    shard_tokens: int | None = None
-
-
-def plan_column(
-    name: str, kind: str, dtype_name: str, row_shape: tuple[int, ...], codec: str, grid: GridOptions
-) -> ColumnPlan:
-    """Choose chunk and shard sizes (rules LAY-5, LAY-6).
-
-    Raises
-    ------
-    UsageError, FormatError
-        Sizes that the format does not have: no writer may commit what no reader takes.
-    """
-    for option, rows in (("chunk_tokens", grid.chunk_tokens), ("shard_tokens", grid.shard_tokens)):
-        if rows is not None and not is_positive(rows):
-            raise UsageError.at(option, expected="a positive number of tokens", got=repr(rows)[:60])
-    itemsize = dtype(dtype_name).itemsize
-    row_nbytes = math.prod(row_shape) * itemsize
-    if name == STATES:
-        chunk_rows = grid.chunk_tokens or state_chunk_rows(row_shape[1], itemsize)
-    elif grid.chunk_tokens is not None:
-        # The size was chosen with the states in mind: other columns follow it as far as their rows allow.
-        chunk_rows = min(grid.chunk_tokens, max(1, MAX_CHUNK_NBYTES // row_nbytes))
-    else:
-        chunk_rows = column_chunk_rows(row_nbytes)
-    shard_rows = max_shard_rows(chunk_rows, row_nbytes)
-    if grid.shard_tokens is not None:
-        shard_rows = min(shard_rows, chunk_rows * max(1, grid.shard_tokens // chunk_rows))
-    plan = ColumnPlan(name, kind, dtype_name, row_shape, codec, chunk_rows, shard_rows, grid.chunk_tokens is None)
-    parse_column(name, plan.column(1).to_json(), f"column {name}")
-    return plan
 
 
 class ColumnWriter:

@@ -18,12 +18,12 @@ from typing import Any, Literal, Self
 from hsfmt import layout
 from hsfmt.catalog import committed_parts, ensure_dataset
 from hsfmt.codecs import check_codec
+from hsfmt.column_plan import GridOptions
 from hsfmt.errors import DuplicateSampleError, NonFiniteError, SampleError, UsageError, WriterClosedError
 from hsfmt.header import Header, Identity, make_header
 from hsfmt.idset import CommittedIds, IdSet
 from hsfmt.sealing import seal as seal_dataset
 from hsfmt.storage import open_store
-from hsfmt.writers.column_writer import GridOptions
 from hsfmt.writers.extras import Extra, check_scale, extra_values, parse_extras, with_scale
 from hsfmt.writers.part_sequence import PartSequence
 from hsfmt.writers.part_writer import PartSettings

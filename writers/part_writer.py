@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hsfmt import digests, layout
+from hsfmt.column_plan import ColumnPlan, GridOptions, plan_columns
 from hsfmt.columns import IDS, MASK, STATES, Column
 from hsfmt.errors import CorruptionError, FormatError, HsfmtError, StorageError
 from hsfmt.header import Header
@@ -24,7 +25,7 @@ from hsfmt.index import PartIndex
 from hsfmt.manifest import MAX_MANIFEST_NBYTES, Counts, FileEntry, PartManifest, implied_documents, parse_manifest
 from hsfmt.storage import Store
 from hsfmt.tables import MAX_TABLE_NBYTES, pack_strings
-from hsfmt.writers.column_writer import ColumnPlan, ColumnWriter, GridOptions, plan_column
+from hsfmt.writers.column_writer import ColumnWriter
 from hsfmt.writers.extras import Extra, ExtraValue, digest_extras
 from hsfmt.writers.pipeline import OutputThread, Pipeline
 from hsfmt.writers.samples import Sample
@@ -50,14 +51,8 @@ class PartSettings:
         UsageError, FormatError
             The format has no such column.
         """
-        header = self.header
-        columns = {
-            STATES: ("token", header.dtype, (header.n_layers, header.hidden_size)),
-            IDS: ("token", "int32", ()),
-            MASK: ("token", "uint8", ()),
-            **{name: (extra.kind, extra.dtype, extra.shape) for name, extra in self.extras.items()},
-        }
-        return [plan_column(name, *column, self.codec, self.grid) for name, column in columns.items()]
+        extras = {name: (extra.kind, extra.dtype, extra.shape) for name, extra in self.extras.items()}
+        return plan_columns(self.header, self.codec, extras, self.grid)
 
 
 @dataclass(slots=True)

@@ -29,6 +29,26 @@ def data_files(root: Path, present: frozenset[str]) -> list[str]:
     SourceError
         state.json is missing or malformed, or names a file that is not there.
     """
+    names = named_files(root, present)
+    for name in names:
+        if name not in present:
+            raise SourceError.at(
+                "state.json",
+                expected="the Arrow files that it names, in its folder",
+                got=f"{name!r} missing",
+                remedy="copy the dataset again, whole",
+            )
+    return names
+
+
+def named_files(root: Path, present: frozenset[str]) -> list[str]:
+    """Names of the Arrow files, in row order, as state.json gives them, whether they are there or not.
+
+    Raises
+    ------
+    SourceError
+        state.json is missing or malformed.
+    """
     if "state.json" not in present:
         raise SourceError.at("state.json", expected="the document of an Arrow dataset", got="nothing")
     try:
@@ -43,15 +63,9 @@ def data_files(root: Path, present: frozenset[str]) -> list[str]:
         )
     if not names or len(set(names)) != len(names):
         raise SourceError.at("state.json", expected="_data_files, each once", got=repr(names)[:200])
-    for name in names:
-        if name not in present:
-            raise SourceError.at(
-                "state.json",
-                expected="the Arrow files that it names, in its folder",
-                got=f"{name!r} missing",
-                remedy="copy the dataset again, whole",
-            )
-    return names
+    if any(not isinstance(name, str) or "/" in name for name in names):
+        raise SourceError.at("state.json", expected="_data_files, names of files", got=repr(names)[:200])
+    return list(names)
 
 
 class ArrowRows:

@@ -41,11 +41,7 @@ def loss_mask(values: NDArray[Any], n_tokens: int, where: str) -> NDArray[np.uin
     SourceError
         Of another length than the token ids, or with a value that is neither 0 nor 1.
     """
-    row = _one_row(values, where)
-    if row.dtype.kind not in "biuf":
-        raise SourceError.at(where, expected="a mask of 0 and 1", got=f"dtype {row.dtype.name}")
-    if row.size != n_tokens:
-        raise SourceError.at(where, expected=f"a mask of {n_tokens} tokens", got=f"{row.size}")
+    row = _mask_row(values, n_tokens, where)
     wrong = (row != 0) & (row != 1)
     if wrong.any():
         first = int(wrong.argmax())
@@ -53,10 +49,38 @@ def loss_mask(values: NDArray[Any], n_tokens: int, where: str) -> NDArray[np.uin
             where,
             expected="a mask of 0 and 1",
             got=f"{row[first]} at token {first} ({int(wrong.sum())} such values)",
-            remedy="weights are no mask: leave them out with --map ignore=KEY",
+            remedy="weights are no mask: --loss-weights keeps them as a column, --map ignore=KEY leaves them out",
         )
     mask: NDArray[np.uint8] = (row != 0).astype(np.uint8)
     return mask
+
+
+def loss_weights(values: NDArray[Any], n_tokens: int, where: str) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+    """A mask uint8 [token] of the tokens that weigh something, and the weights as float32 [token], rounded to it.
+
+    Raises
+    ------
+    SourceError
+        Of another length than the token ids, or with a weight that is negative or not finite in float32.
+    """
+    row = _mask_row(values, n_tokens, where)
+    with np.errstate(over="ignore"):
+        weights = row.astype(np.float32)
+    wrong = ~np.isfinite(weights) | (weights < 0)
+    if wrong.any():
+        first = int(wrong.argmax())
+        raise SourceError.at(where, expected="finite weights from 0 on", got=f"{row[first]} at token {first}")
+    mask: NDArray[np.uint8] = (weights != 0).astype(np.uint8)
+    return mask, weights
+
+
+def _mask_row(values: NDArray[Any], n_tokens: int, where: str) -> NDArray[Any]:
+    row = _one_row(values, where)
+    if row.dtype.kind not in "biuf":
+        raise SourceError.at(where, expected="a mask of 0 and 1", got=f"dtype {row.dtype.name}")
+    if row.size != n_tokens:
+        raise SourceError.at(where, expected=f"a mask of {n_tokens} tokens", got=f"{row.size}")
+    return row
 
 
 def _one_row(values: NDArray[Any], where: str) -> NDArray[Any]:

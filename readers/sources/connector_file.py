@@ -11,7 +11,7 @@ from hsfmt.errors import SourceError
 from hsfmt.readers.sources import columns
 from hsfmt.readers.sources.base import SourceSample
 from hsfmt.readers.sources.meaning import FP8_SCALING, SourceMeaning
-from hsfmt.readers.sources.safetensors_file import TensorEntry, read_entries, read_tensor
+from hsfmt.readers.sources.safetensors_file import TensorEntry, read_header, read_tensor
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,7 +34,11 @@ def connector_entries(path: Path, where: str) -> dict[str, TensorEntry]:
     OSError
         The file can't be read.
     """
-    entries = read_entries(path, where)
+    return _checked_header(path, where)[0]
+
+
+def _checked_header(path: Path, where: str) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+    entries, strings = read_header(path, where)
     if set(entries) not in (KEYS, FP8_KEYS):
         raise SourceError.at(
             where, expected=f"the tensors {_names(KEYS)} (for fp8 {_names(FP8_KEYS)})", got=_names(entries) or "none"
@@ -55,7 +59,7 @@ def connector_entries(path: Path, where: str) -> dict[str, TensorEntry]:
     columns.check_n_tokens(states.shape[0], ids.shape[0], where, remedy if layer_first else columns.CACHED_TOKENS)
     if fp8:
         _check_scales(entries["hidden_states_scales"], states.shape[0], where)
-    return entries
+    return entries, strings
 
 
 def _check_scales(scales: TensorEntry, n_tokens: int, where: str) -> None:
@@ -88,8 +92,8 @@ def look(path: Path, where: str, *, layers_from: str, producer: dict[str, Any]) 
     )
 
 
-def load(path: Path, where: str, sample_id: str) -> SourceSample:
-    """Read a connector file.
+def load(path: Path, where: str, sample_id: str, ignore: tuple[str, ...] = ()) -> SourceSample:
+    """Read a connector file; the strings of its `__metadata__`, but for those to ignore, become the sample's metadata.
 
     Raises
     ------
@@ -98,7 +102,7 @@ def load(path: Path, where: str, sample_id: str) -> SourceSample:
     OSError
         The file can't be read.
     """
-    entries = connector_entries(path, where)
+    entries, strings = _checked_header(path, where)
     extras: dict[str, NDArray[Any]] = {}
     if "hidden_states_scales" in entries:
         scales = read_tensor(path, entries["hidden_states_scales"], where)
@@ -107,8 +111,17 @@ def load(path: Path, where: str, sample_id: str) -> SourceSample:
         sample_id,
         input_ids=columns.token_ids(read_tensor(path, entries["token_ids"], where), f"{where}[token_ids]"),
         hidden_states=read_tensor(path, entries["hidden_states"], where),
+        metadata={name: text for name, text in strings.items() if name not in ignore},
         extras=extras,
     )
+
+
+def add_metadata(sample: SourceSample, known: dict[str, Any]) -> None:
+    """Add what is known of a sample; a string of the file that says something else goes under `__metadata__`."""
+    other = {name: text for name, text in sample.metadata.items() if name in known and known[name] != text}
+    sample.metadata |= known
+    if other:
+        sample.metadata["__metadata__"] = other
 
 
 def check_same_ids(found: NDArray[np.int64], known: NDArray[np.int64], where: str, known_from: str) -> None:

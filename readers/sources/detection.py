@@ -6,30 +6,51 @@ import json
 import os
 import re
 from importlib import import_module
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hsfmt.errors import HsfmtError, NotFoundError, Problem, SourceError, StorageError, UsageError
+from hsfmt.errors import HsfmtError, NotFoundError, Problem, StorageError, UsageError
 from hsfmt.layout import ROOT_METADATA
-from hsfmt.readers.sources.connector_file import connector_entries
-from hsfmt.readers.sources.folder import Folder
+from hsfmt.readers.sources import unclaimed
 from hsfmt.readers.sources.listing import list_folder
+from hsfmt.readers.sources.look import Look
 from hsfmt.readers.sources.options import SourceOptions
-from hsfmt.readers.sources.sample_names import is_torch_name, stray_reason
+from hsfmt.readers.sources.sample_names import is_torch_name
 
 if TYPE_CHECKING:
-    from hsfmt.readers.sources.base import Source
-    from hsfmt.readers.sources.torch_record import Record
+    from hsfmt.readers.sources.base import Claim, Source
+    from hsfmt.readers.sources.folder import Folder
 
 _CLASSES = {
     "vllm": ("hsfmt.readers.sources.vllm", "VllmSource"),
     "speculators": ("hsfmt.readers.sources.speculators", "SpeculatorsSource"),
     "speculators-pt": ("hsfmt.readers.sources.speculators_pt", "SpeculatorsPtSource"),
+    "specforge-eagle3": ("hsfmt.readers.sources.specforge", "SpecForgeEagle3Source"),
+    "specforge-dflash": ("hsfmt.readers.sources.specforge", "SpecForgeDFlashSource"),
+    "specforge-dspark": ("hsfmt.readers.sources.specforge", "SpecForgeDSparkSource"),
+    "eagle-ge": ("hsfmt.readers.sources.eagle_ge", "EagleGeSource"),
+    "modelopt-hf": ("hsfmt.readers.sources.modelopt", "ModelOptHfSource"),
+    "modelopt-vllm": ("hsfmt.readers.sources.modelopt", "ModelOptVllmSource"),
+    "modelopt-trtllm": ("hsfmt.readers.sources.modelopt", "ModelOptTrtllmSource"),
+    "angelslim-eagle3": ("hsfmt.readers.sources.angelslim", "AngelSlimEagle3Source"),
+    "angelslim-dflash": ("hsfmt.readers.sources.angelslim", "AngelSlimDFlashSource"),
+    "deepspec": ("hsfmt.readers.sources.deepspec", "DeepSpecSource"),
+    "verl-speco": ("hsfmt.readers.sources.verl_speco", "VerlSpecoSource"),
+    "automodel": ("hsfmt.readers.sources.automodel", "AutomodelSource"),
+    "transformers": ("hsfmt.readers.sources.transformers_dump", "TransformersSource"),
+    "saelens": ("hsfmt.readers.sources.saelens", "SaeLensSource"),
+    "activault": ("hsfmt.readers.sources.activault", "ActivaultSource"),
+    "memmap": ("hsfmt.readers.sources.memmap_store", "MemmapSource"),
     "pt": ("hsfmt.readers.sources.generic_pt", "GenericPtSource"),
+    "safetensors": ("hsfmt.readers.sources.generic_safetensors", "GenericSafetensorsSource"),
+    "npz": ("hsfmt.readers.sources.generic_npz", "GenericNpzSource"),
 }
 SOURCE_NAMES = tuple(_CLASSES)
-_ROW_FILE = re.compile(r"(.*/)?hs_[0-9]+\.safetensors")
-_PEEKS = 16
+_OTHER_CONTAINERS = {"vllm", "speculators", "deepspec", "automodel", "saelens", "memmap", "safetensors", "npz"}
+_TORCH = frozenset(_CLASSES) - _OTHER_CONTAINERS - {"pt"}
+_SHARDED = frozenset({"verl-speco"})
+# A generic source steps back before those that know the same files better.
+_BETTER = {"pt": _TORCH, "safetensors": frozenset({"vllm", "speculators", "automodel"}), "npz": frozenset[str]()}
 _ROOT_NBYTES = 64 << 20
 
 
@@ -58,7 +79,8 @@ def find_source(
     folder
         Where they are.
     name
-        The source, or None to find it by looking. A key map without a name means `pt`.
+        The source, or None to find it by looking. A key map without a name means `pt`, or `safetensors` or `npz` where
+        there are such files and no torch files.
     options
         What the user said.
 
@@ -74,11 +96,11 @@ def find_source(
         The folder can't be listed, or a file not read.
     """
     options = options or SourceOptions()
-    if name is None and options.key_map:
-        name = "pt"
     if name is not None:
         source_class(name)
     listing = list_folder(folder)
+    if name is None and options.key_map:
+        name = _mapped_name(listing)
     _refuse_datasets(listing)
     try:
         source = source_class(name or _find_name(listing))(listing, options)
@@ -94,6 +116,30 @@ def find_source(
             got=f"{len(listing.files)} files, none of them",
         )
     return source
+
+
+def _mapped_name(listing: Folder) -> str:
+    """The source that a key map without a name is for."""
+    names = [file.name for file in (*listing.files, *listing.broken)]
+    found = [name for name in ("safetensors", "npz") if any(file.endswith(f".{name}") for file in names)]
+    return found[0] if len(found) == 1 and not any(map(is_torch_name, names)) else "pt"
+
+
+def folder_claims(folder: str | os.PathLike[str]) -> dict[str, Claim]:
+    """Return what the sources claim of a folder: one that is certain, or all among which only the user can choose.
+
+    Raises
+    ------
+    NotFoundError
+        No folder.
+    UsageError
+        It is an hsfmt dataset.
+    """
+    listing = list_folder(folder)
+    _refuse_datasets(listing)
+    claims = _claims(Look(listing))
+    certain = {name: claim for name, claim in claims.items() if claim.certain}
+    return certain if len(certain) == 1 else claims
 
 
 def _refuse_datasets(listing: Folder) -> None:
@@ -121,159 +167,42 @@ def _is_dataset(path: Path) -> bool:
 
 
 def _find_name(listing: Folder) -> str:
-    names = [file.path for file in (*listing.files, *listing.broken)]
-    rows = [path for path in names if _ROW_FILE.fullmatch(path)]
-    arrow = "state.json" in names or any("/" not in path and path.endswith(".arrow") for path in names)
-    found: list[str] = []
-    connector_names = [path for path in names if path.endswith((".safetensors", ".safetensors.lock"))]
-    if arrow and rows:
-        found.append("speculators")
-    elif rows:
-        raise _rows_alone(listing, rows[0])
-    elif connector_names:
-        _check_connector(listing, connector_names)
-        found.append("vllm")
-    elif arrow:
-        raise NotFoundError.at(
-            str(listing.root),
-            expected="hidden_states/hs_{row}.safetensors beside the Arrow dataset",
-            got="no such file",
-            remedy="run speculators generate-offline-data first",
-        )
-    torch_names = [path for path in names if is_torch_name(path.rpartition("/")[2])]
-    if torch_names:
-        found.append(_find_torch_name(listing, torch_names))
-    if not found:
-        kinds = sorted({PurePosixPath(path).suffix or path.rpartition("/")[2] for path in names})
-        raise NotFoundError.at(
-            str(listing.root),
-            expected=f"a folder of one of the sources {', '.join(SOURCE_NAMES)}",
-            got=f"{len(names)} files of other kinds ({', '.join(kinds[:8])})"
-            if names
-            else "hidden files, which are not read",
-            remedy=next(filter(None, (stray_reason(path, "") for path in names)), ""),
-        )
-    if len(found) > 1:
-        raise UsageError.at(
-            str(listing.root),
-            expected="files of one source",
-            got=f"files of {' and '.join(found)}",
-            remedy=" or ".join(f"--from {name}" for name in found) + " takes one and lists the rest as strays",
-        )
-    return found[0]
+    look = Look(listing)
+    claims = _claims(look)
+    certain = [name for name, claim in claims.items() if claim.certain]
+    if len(certain) == 1:
+        return certain[0]
+    if not claims:
+        raise unclaimed.refusal(look, SOURCE_NAMES)
+    raise _ambiguous(look, {name: claims[name] for name in certain or claims})
 
 
-def _check_connector(listing: Folder, paths: list[str]) -> None:
-    """Hold the folder to be the connector's if one of its first files has the connector's tensors, or has a lock."""
-    if any(path.endswith(".lock") for path in paths):
-        return
-    problems: list[Problem] = []
-    for path in paths[:_PEEKS]:
-        try:
-            listing.check(path)
-            connector_entries(listing.root / path, path)
-        except SourceError as error:
-            problems.extend(error.problems)
-        else:
-            return
-    raise SourceError(problems)
+def _claims(look: Look) -> dict[str, Claim]:
+    """What the sources claim of a folder; one that others know the files better than is asked after them, if at all."""
+    claims: dict[str, Claim] = {}
+    for name in sorted(_CLASSES, key=lambda name: (name in _BETTER, name not in _SHARDED)):
+        better = _BETTER.get(name, _SHARDED if name in _TORCH else frozenset())
+        if any(claim.certain for other, claim in claims.items() if other in better):
+            continue
+        claim = source_class(name).claim(look)
+        if claim is not None:
+            claims[name] = claim
+    return claims
 
 
-def _rows_alone(listing: Folder, row: str) -> UsageError:
-    parent = listing.root.parent
-    remedy = "--from vllm takes them without loss masks"
-    if (parent / "state.json").is_file():
-        remedy = f"give the dataset's folder instead: hsfmt convert {parent} DST; {remedy}"
-    return UsageError.at(
-        str(listing.root),
-        expected="the Arrow dataset (state.json) that rows like these belong to, which has their loss masks",
-        got=f"{row} without it",
-        remedy=remedy,
-    )
-
-
-def _find_torch_name(listing: Folder, paths: list[str]) -> str:
-    from hsfmt.readers.sources import key_sets, speculators_pt
-
-    record = _peek(listing, paths)
-    has_config = any(file.name == speculators_pt.CONFIG for file in listing.files)
-    if all(speculators_pt.DATA.fullmatch(path.rpartition("/")[2]) for path in paths):
-        keys = frozenset(record.entries)
-        if keys == speculators_pt.CONCAT_KEYS or (keys == speculators_pt.LIST_KEYS and has_config):
-            return "speculators-pt"
-    if key_sets.says_all_layers(record):
-        return "pt"
-    raise _ambiguous(listing, record)
-
-
-def _peek(listing: Folder, paths: list[str]) -> Record:
-    from hsfmt.readers.sources.torch_record import load_record
-
-    problems: list[Problem] = []
-    record = None
-    for path in paths[:_PEEKS]:
-        try:
-            listing.check(path)
-            record = load_record(listing.root / path, path)
-        except SourceError as error:
-            problems.extend(error.problems)
-        else:
-            if "input_ids" in record.entries or "token_ids" in record.entries:
-                return record
-    if problems:
-        raise SourceError(problems)
-    got = f"the keys {', '.join(sorted(record.entries))} in {record.where}" if record else "none"
-    raise UsageError.at(
-        str(listing.root),
-        expected="dicts with token ids under input_ids",
-        got=got,
-        remedy="name the keys: --from pt --map input_ids=KEY,hidden_states=KEY --layer-ids IDS --final-norm NORM",
-    )
-
-
-def _ambiguous(listing: Folder, record: Record) -> UsageError:
-    """The error with a problem, and so a line, for each reading of the files and the options that ask for it."""
-    from hsfmt.readers.sources.key_sets import is_rows, programs_of, state_keys
-    from hsfmt.readers.sources.torch_states import is_tensor
-
-    programs, keys = programs_of(record), sorted(state_keys(record))
-    shapes = ", ".join(f"{key} {_shape(value)}" for key, value in sorted(record.entries.items()))
-    known = ", ".join(program.name for program in programs) or "no program known here"
-    entries = record.entries.items()
-    dicts = [name for name, value in entries if isinstance(value, dict) and any(map(is_tensor, value.values()))]
-    choices = bool(keys) or not dicts
-    advice = "say what they are, with the options of a line below (HF layer ids, n layers in the model)"
-    problems = [
-        Problem(
-            str(listing.root),
-            "files whose keys say what they hold",
-            f"{record.where} with {shapes}; such keys are written by {known}",
-            advice if choices else "",
-        )
-    ]
-    for program in programs:
-        options = f"--map {program.key_map} --layer-ids {program.layer_ids} --final-norm {program.final_norm}"
-        problems.append(_choice(f"to read as {program.name}", options))
-    if choices:
-        key, others = (keys[0], "") if len(keys) == 1 else ("KEY", " --map ignore=OTHER_KEY")
-        options = f"--map hidden_states={key}{others} --layer-ids IDS --final-norm NORM"
-        if key == "KEY" or is_rows(record, key):
-            options += " --hidden-size N (to split rows of several states)"
-        problems.append(_choice("to read one entry as all layers", options))
-        if not programs:
-            options = "--map aux=KEY,last=KEY --layer-ids IDS --final-norm NORM"
-            problems.append(_choice("to read the last layer from an entry of its own", options))
-    remedy = "states in a dict are not read: save a list of [token, hidden], in the order of --layer-ids"
-    problems.extend(Problem(record.at(name), "a tensor, or a list of tensors", "a dict", remedy) for name in dicts)
+def _ambiguous(look: Look, claims: dict[str, Claim]) -> UsageError:
+    """The error with a line for each source that may be meant: how to choose it, and what speaks for it."""
+    where, names = str(look.folder.root), " and ".join(claims)
+    if any(claim.certain for claim in claims.values()):
+        remedy = " or ".join(f"--from {name}" for name in claims) + " takes one and lists the rest as strays"
+        if set(claims) <= _TORCH:
+            remedy = "convert each kind from a folder of its own"
+        problems = [Problem(where, "files of one source", f"files of {names}", remedy)]
+    else:
+        got = f"files that may be of {' or '.join(claims)}" if len(claims) > 1 else f"files that may be of {names}"
+        problems = [Problem(where, "files whose keys say what they hold", got, unclaimed.ADVICE)]
+    for name, claim in claims.items():
+        problems.append(unclaimed.choice(name, f"--from {name} {claim.options}".strip(), claim.evidence))
+    if not any(claim.certain for claim in claims.values()):
+        problems.extend(unclaimed.other_readings(look))
     return UsageError(problems)
-
-
-def _choice(where: str, options: str) -> Problem:
-    return Problem(where, f"--from pt {options}", "no such options")
-
-
-def _shape(value: object) -> str:
-    if isinstance(value, list | tuple):
-        return f"list of {len(value)}"
-    shape = getattr(value, "shape", None)
-    return type(value).__name__ if shape is None else str(list(shape))

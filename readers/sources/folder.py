@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,8 @@ from hsfmt.readers.sources.base import SourceItem, Stray
 
 _DIGITS = re.compile(r"([0-9]+)")
 HEAD_NBYTES = 64
+# The extension of a gzip stream, after that of the file in it.
+PACKED = ".gz"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,20 +90,30 @@ def stem(path: str) -> str:
 
 
 def file_items(files: Iterable[SourceFile]) -> list[SourceItem]:
-    """Make one item of each file, its id the path without extension; files that claim one id are all refused."""
-    files = list(files)
-    claims = Counter(stem(file.path) for file in files)
-    items = []
-    for index, file in enumerate(files):
-        sample_id, problem = stem(file.path), file.problem
-        if problem is None and claims[sample_id] > 1:
-            problem = Problem(
-                file.path,
-                f"one file for the sample {sample_id}",
-                f"{claims[sample_id]} files of that name with different extensions",
-                "move all but one away",
-            )
-        items.append(SourceItem(file.path, index, sample_id, (file.path,), file.nbytes, problem))
+    """Make one item of each file, its id the path without extension; files that claim one id are all refused.
+
+    A file and its twin in `.gz` are one item: who loads it holds them to be of one content.
+    """
+    claims: dict[str, list[SourceFile]] = {}
+    for file in files:
+        claims.setdefault(stem(file.path.removesuffix(PACKED)), []).append(file)
+    items: list[SourceItem] = []
+    for sample_id, members in claims.items():
+        if len(members) == 2 and members[1].path == members[0].path + PACKED:
+            paths, problem = tuple(file.path for file in members), members[0].problem or members[1].problem
+            nbytes = sum(file.nbytes for file in members)
+            items.append(SourceItem(paths[0], len(items), sample_id, paths, nbytes, problem))
+            continue
+        for file in members:
+            problem = file.problem
+            if problem is None and len(members) > 1:
+                problem = Problem(
+                    file.path,
+                    f"one file for the sample {sample_id}",
+                    f"{len(members)} files of that name with different extensions",
+                    "move all but one away",
+                )
+            items.append(SourceItem(file.path, len(items), sample_id, (file.path,), file.nbytes, problem))
     return items
 
 

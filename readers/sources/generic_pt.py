@@ -10,16 +10,19 @@ Sample id: the file's path below the folder without its extension. Two files of 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hsfmt.errors import Problem, SourceError, UsageError
-from hsfmt.readers.sources.base import Source, SourceItem, SourceSample, Stray, SupportFile
+from hsfmt.readers.sources.base import Claim, Source, SourceItem, SourceSample, Stray, SupportFile
 from hsfmt.readers.sources.folder import file_items
 from hsfmt.readers.sources.meaning import SourceMeaning
 from hsfmt.readers.sources.sample_names import SIDE_FILES, TORCH_SUFFIXES, is_torch_name, stray_reason
+from hsfmt.readers.sources.twins import load_with_twin, twin_notes
 
 if TYPE_CHECKING:
     from hsfmt.readers.sources.folder import Folder
+    from hsfmt.readers.sources.look import Look
     from hsfmt.readers.sources.options import KeyMap
     from hsfmt.readers.sources.torch_record import Record
 
@@ -39,14 +42,26 @@ class GenericPtSource(Source):
     name: ClassVar[str] = "pt"
     summary: ClassVar[str] = "any folder of .pt/.ckpt dicts with input_ids and hidden_states (see --map)"
 
+    @classmethod
+    def claim(cls, look: Look) -> Claim | None:
+        """Claim dicts with states in one entry whose rank shows the layers; of any other the user has to say it."""
+        for record in look.samples[:1]:
+            from hsfmt.readers.sources.key_sets import describe, says_all_layers
+
+            if says_all_layers(record):
+                options = "--layer-ids IDS --final-norm NORM"
+                return Claim(f"{record.where} with {describe(record)}", certain=True, options=options)
+        return None
+
     def _list(self, folder: Folder) -> None:
         self._roles: KeyMap | None = None
         self._orientation: str | None = None
         self._ambiguous: Problem | None = None
         self.items = file_items(folder.select(lambda file: is_torch_name(file.name)))
-        samples = {item.key for item in self.items}
+        self.notes.extend(twin_notes(self.items))
+        samples = {path for item in self.items for path in item.paths}
         for file in folder.files:
-            if is_torch_name(file.name):
+            if file.path in samples:
                 continue
             if file.name in SIDE_FILES:
                 self.support.append(SupportFile(file.path, SIDE_FILES[file.name]))
@@ -69,8 +84,9 @@ class GenericPtSource(Source):
 
     def _look(self, item: SourceItem) -> SourceMeaning:
         from hsfmt.readers.sources import orientation, torch_record
+        from hsfmt.readers.sources.torch_columns import weight_column
 
-        record = torch_record.load_record(self.root / item.key, item.key)
+        record = self._record(item)
         roles = torch_record.resolve_roles(record, self.options.key_map)
         n_tokens = len(torch_record.token_ids(record, roles))
         width = torch_record.check_width(record, roles, n_tokens, self.options.state_width())
@@ -83,7 +99,7 @@ class GenericPtSource(Source):
         blocks = torch_record.state_blocks(record, roles, n_tokens, hidden_size=width, layer_first=layer_first)
         self._roles, self._orientation = roles, found
         keys = [roles.hidden_states] if roles.hidden_states else [roles.aux, roles.last]
-        producer: dict[str, Any] = {"source_format": "pt", "source_keys": [key for key in keys if key]}
+        producer: dict[str, Any] = {"source_format": self.name, "source_keys": [key for key in keys if key]}
         return SourceMeaning(
             hidden_size=blocks[0].shape[2],
             n_layers=sum(block.shape[1] for block in blocks),
@@ -93,18 +109,29 @@ class GenericPtSource(Source):
             final_norm=None,
             final_norm_from=FINAL_NORM_FROM,
             producer=producer | ({"layout": "layer-first"} if layer_first else {}),
+            extras=weight_column(roles, weights=self.options.loss_weights),
         )
 
     def _load(self, item: SourceItem) -> SourceSample:
+        return load_with_twin(item, lambda path: self._read(replace(item, key=path)))
+
+    def _read(self, item: SourceItem) -> SourceSample:
         from hsfmt.readers.sources.orientation import LAYERS_FIRST
-        from hsfmt.readers.sources.torch_record import load_record, read_sample
+        from hsfmt.readers.sources.torch_columns import FurtherColumns
+        from hsfmt.readers.sources.torch_record import read_sample
 
         hidden_size = self.meaning().hidden_size
         assert self._roles is not None
-        record = load_record(self.root / item.key, item.key)
+        record = self._record(item)
         self._check_orientation(record)
         layer_first = self._orientation == LAYERS_FIRST
-        return read_sample(record, self._roles, item.sample_id, hidden_size, layer_first=layer_first)
+        further = FurtherColumns(weights=self.options.loss_weights)
+        return read_sample(record, self._roles, item.sample_id, hidden_size, layer_first=layer_first, further=further)
+
+    def _record(self, item: SourceItem) -> Record:
+        from hsfmt.readers.sources.torch_record import load_record
+
+        return load_record(self.root / item.key, item.key)
 
     def _check_orientation(self, record: Record) -> None:
         """Refuse the whole source if this sample has its axes in another order: then those of L == T are in doubt."""

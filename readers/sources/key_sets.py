@@ -21,41 +21,27 @@ class Program:
     final_norm: str
 
 
-_OUTPUTS = "2,n//2,n-3"
-_SPECFORGE = Program(
-    "SpecForge eagle3", "aux=aux_hidden_state,last=hidden_state", f"{_OUTPUTS},n (its default)", "post"
-)
-_EAGLE = Program("SafeAILab/EAGLE ge_data", "last=hidden_state", "n", "post")
-_DSPARK = Program(
-    "SpecForge dspark",
-    "aux=hidden_states,last=target_last_hidden_states",
-    "its capture layers each + 1, then n",
-    "post",
-)
-_DFLASH = Program("SpecForge dflash/domino", "aux=hidden_states", "its capture layers each + 1", "unknown")
-_ANGELSLIM = Program("AngelSlim eagle3", "aux=hidden_states,last=target_hiddens", f"{_OUTPUTS},n", "post")
-_MODELOPT_MAP = "aux=aux_hidden_states,last=hidden_states"
-_MODELOPT = Program("ModelOpt (HF or TRT-LLM)", _MODELOPT_MAP, f"{_OUTPUTS},n (its default)", "post")
-_MODELOPT_VLLM = Program("ModelOpt (vLLM)", _MODELOPT_MAP, "its --aux-layers as they are, then n", "pre")
 _VERL = Program("verl-SpeCo", "aux=hidden_states,last=last_hidden_states", "its layers each + 1, then n", "post")
 _DEEPSPEC = Program(
     "DeepSpec", "aux=target_hidden_states,last=target_last_hidden_states", "its target_layer_ids each + 1, n", "post"
 )
 _LAST_ONLY = Program("a dump of the last state", "last=hidden_states", "n", "pre or post")
 
+# Key sets that have no source of their own in torch files.
 _STATE_KEYS: dict[frozenset[str], tuple[Program, ...]] = {
-    frozenset({"aux_hidden_state", "hidden_state"}): (_SPECFORGE,),
-    frozenset({"hidden_state"}): (_EAGLE, _SPECFORGE),
-    frozenset({"hidden_states", "target_last_hidden_states"}): (_DSPARK,),
-    frozenset({"hidden_states", "target_hiddens"}): (_ANGELSLIM,),
-    frozenset({"hidden_states", "aux_hidden_states"}): (_MODELOPT, _MODELOPT_VLLM),
-    frozenset({"hidden_state", "aux_hidden_states"}): (
-        Program("ModelOpt (raw TRT-LLM)", "aux=aux_hidden_states,last=hidden_state", f"{_OUTPUTS},n", "post"),
-    ),
+    frozenset({"hidden_states"}): (_LAST_ONLY,),
     frozenset({"hidden_states", "last_hidden_states"}): (_VERL,),
     frozenset({"target_hidden_states", "target_last_hidden_states"}): (_DEEPSPEC,),
 }
-_NO_STATES = {"input_ids", "token_ids", "loss_mask", "attention_mask", "position_ids"}
+_NO_STATES = {
+    "input_ids",
+    "token_ids",
+    "loss_mask",
+    "attention_mask",
+    "position_ids",
+    "inputs_embeds",
+    "hidden_states_prenorm",
+}
 
 
 def state_keys(record: Record) -> frozenset[str]:
@@ -63,8 +49,17 @@ def state_keys(record: Record) -> frozenset[str]:
     return frozenset(
         key
         for key, value in record.entries.items()
-        if key not in _NO_STATES and (is_tensor(value) or isinstance(value, list | tuple))
+        if key not in _NO_STATES and (is_tensor(value) or isinstance(value, list | tuple)) and not _is_empty(value)
     )
+
+
+def empty_keys(record: Record) -> tuple[str, ...]:
+    """Keys of tensors [0], which stand for states that were not taken."""
+    return tuple(key for key, value in record.entries.items() if key not in _NO_STATES and _is_empty(value))
+
+
+def _is_empty(value: object) -> bool:
+    return is_tensor(value) and value.ndim == 1 and value.numel() == 0
 
 
 def says_all_layers(record: Record) -> bool:
@@ -84,7 +79,22 @@ def is_rows(record: Record, key: str) -> bool:
 
 def programs_of(record: Record) -> tuple[Program, ...]:
     """The programs that are known to write such a record, for the message that asks the user."""
-    keys = state_keys(record)
-    if keys == {"hidden_states"}:
-        return (_DFLASH, _LAST_ONLY)
-    return _STATE_KEYS.get(keys, ())
+    return _STATE_KEYS.get(state_keys(record), ())
+
+
+def has_ids(record: Record) -> bool:
+    """Whether the record may be a sample: it has token ids."""
+    return "input_ids" in record.entries or "token_ids" in record.entries
+
+
+def describe(record: Record) -> str:
+    """The record's keys and shapes in one line, for messages."""
+    shapes = [f"{key} {_shape(value)}" for key, value in sorted(record.entries.items())]
+    return ", ".join(shapes + [f"{key} None" for key in record.none_keys])
+
+
+def _shape(value: object) -> str:
+    if isinstance(value, list | tuple):
+        return f"list of {len(value)}"
+    shape = getattr(value, "shape", None)
+    return type(value).__name__ if shape is None else str(list(shape))

@@ -43,6 +43,9 @@ class SourceMeaning:
         JSON facts about who wrote the files.
     model_layers
         Decoder layers of the model, where its config was given: no layer id can be larger.
+    extras
+        Further columns of the samples by name, each an object of `kind`, `dtype` and `shape` as a writer declares them;
+        without that of the scaling.
     """
 
     hidden_size: int
@@ -56,6 +59,7 @@ class SourceMeaning:
     model: str | None = None
     producer: dict[str, Any] = field(default_factory=dict)
     model_layers: int | None = None
+    extras: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 def check_options(meaning: SourceMeaning, options: SourceOptions) -> SourceMeaning:
@@ -88,8 +92,8 @@ def check_options(meaning: SourceMeaning, options: SourceOptions) -> SourceMeani
     return replace(meaning, model_layers=n_layers)
 
 
-def check_against(meaning: SourceMeaning, sample: SourceSample, key: str) -> None:
-    """Refuse a sample of other widths, layer count, dtype or scaling than the rest of the source.
+def check_against(meaning: SourceMeaning, sample: SourceSample, key: str, *, any_dtype: bool = False) -> None:
+    """Refuse a sample of other widths, layer count, dtype (unless any will do) or scaling than the rest of the source.
 
     Raises
     ------
@@ -100,7 +104,7 @@ def check_against(meaning: SourceMeaning, sample: SourceSample, key: str) -> Non
     pairs = (
         (f"{meaning.n_layers} layers", f"{n_layers} layers"),
         (f"hidden size {meaning.hidden_size}", f"hidden size {hidden_size}"),
-        (f"{meaning.dtype} states", f"{sample.hidden_states.dtype.name} states"),
+        (f"{meaning.dtype} states", f"{meaning.dtype if any_dtype else sample.hidden_states.dtype.name} states"),
         (_scale_words(meaning.scaling), _scale_words("hidden_states_scale" in sample.extras)),
     )
     remedy = "convert files of another kind from a folder of their own into a dataset of their own"

@@ -53,12 +53,15 @@ class SourceOptions:
         `--layer-ids`, for `settle_layers`. Their number is no evidence of a width: a wrong one would fit as well.
     model_config
         `--model-config`: the model's config.json or its folder. It gives the width too, and checks layers and width.
+    loss_weights
+        `--loss-weights`: loss masks may hold weights, which become a column `loss_weight` beside the mask.
     """
 
     key_map: KeyMap = field(default_factory=KeyMap)
     hidden_size: int | None = None
     layer_ids: tuple[int, ...] | None = None
     model_config: str | None = None
+    loss_weights: bool = False
 
     def state_width(self) -> int | None:
         """Width of one state, as far as the user said it.
@@ -84,7 +87,7 @@ class SourceOptions:
         path = Path(self.model_config)
         path = path / "config.json" if path.is_dir() else path
         where = f"--model-config {path}"
-        config = _read_config(path, where)
+        config = read_config(path, where)
         return ModelShape(where, _number(config, "num_hidden_layers", where), _number(config, "hidden_size", where))
 
     def model_layers(self) -> int | None:
@@ -114,7 +117,14 @@ def _number(config: Mapping[str, Any], name: str, where: str) -> int:
     )
 
 
-def _read_config(path: Path, where: str) -> Mapping[str, Any]:
+def read_config(path: Path, where: str) -> Mapping[str, Any]:
+    """Return a model's config.json.
+
+    Raises
+    ------
+    NotFoundError, UsageError
+        It is not there, or no JSON object.
+    """
     try:
         with path.open("rb") as file:
             data = file.read(_CONFIG_NBYTES)

@@ -62,6 +62,19 @@ def read_entries(path: Path, where: str) -> dict[str, TensorEntry]:
     OSError
         The file can't be read.
     """
+    return read_header(path, where)[0]
+
+
+def read_header(path: Path, where: str) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+    """Read and check the header, as `read_entries`, and return the strings of its `__metadata__` too.
+
+    Raises
+    ------
+    SourceError
+        The file is empty, truncated, longer than it says, something else, or its header is malformed.
+    OSError
+        The file can't be read.
+    """
     with path.open("rb") as file:
         nbytes = file.seek(0, 2)
         file.seek(0)
@@ -78,7 +91,11 @@ def read_entries(path: Path, where: str) -> dict[str, TensorEntry]:
             )
         file.seek(8)
         header = file.read(header_nbytes)
-    return _entries(_parse_header(header, where), 8 + header_nbytes, nbytes, where)
+    tensors = _parse_header(header, where)
+    metadata = tensors.pop("__metadata__", None) or {}
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise SourceError.at(f"{where}[__metadata__]", expected="an object of strings", got=repr(metadata)[:100])
+    return _entries(tensors, 8 + header_nbytes, nbytes, where), metadata
 
 
 def _parse_header(data: bytes, where: str) -> dict[str, Any]:
@@ -93,7 +110,6 @@ def _parse_header(data: bytes, where: str) -> dict[str, Any]:
         raise SourceError.at(where, expected="a safetensors header in JSON", got=f"{error}") from error
     if not isinstance(header, dict):
         raise SourceError.at(where, expected="a safetensors header: an object", got=type(header).__name__)
-    header.pop("__metadata__", None)
     return header
 
 

@@ -6,6 +6,8 @@ import re
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
+from hsfmt.readers.sources.sample_list import SAMPLE_LIST
+
 if TYPE_CHECKING:
     from hsfmt.readers.sources.base import Stray
 
@@ -22,7 +24,8 @@ _SHOWN = 5
 
 
 def is_torch_name(name: str) -> bool:
-    """Whether a file is read as a sample by its name."""
+    """Whether a file is read as a sample by its name; one that gzip packed has `.gz` after it."""
+    name = name.removesuffix(".gz")
     return name.endswith(TORCH_SUFFIXES) and name not in SIDE_FILES and _CHECKPOINT.fullmatch(name) is None
 
 
@@ -41,6 +44,8 @@ def stray_reason(path: str, otherwise: str, samples: Collection[str] = ()) -> st
     name = path.rpartition("/")[2]
     if _CHECKPOINT.fullmatch(name):
         return _TRAINING
+    if name == SAMPLE_LIST:
+        return "the ids of an export: convert its folder by itself, as the format that it was exported to, to keep them"
     match = _LOOKS_LIKE.fullmatch(name)
     if match is None:
         return otherwise

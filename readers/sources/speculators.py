@@ -3,7 +3,7 @@
 An Arrow dataset (token ids, loss mask) and `hidden_states/hs_{row}.safetensors`, joined by row; each file carries its
 token ids, which must equal the row's. One item a row, so that rows without a file are counted.
 
-Sample id: `hs_{row}`. `source_index` is the row.
+Sample id: `hs_{row}`, or what `hsfmt_samples.jsonl` says of the row. `source_index` is the row.
 """
 
 from __future__ import annotations
@@ -14,20 +14,24 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from hsfmt.errors import Problem, SourceError
 from hsfmt.readers.sources import connector_file
 from hsfmt.readers.sources.arrow_rows import ArrowRows, data_files
-from hsfmt.readers.sources.base import Source, SourceItem, SourceSample, Stray, SupportFile
+from hsfmt.readers.sources.base import Claim, Source, SourceItem, SourceSample, Stray, SupportFile
 from hsfmt.readers.sources.sample_names import stray_reason
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from hsfmt.readers.sources.folder import Folder, SourceFile
+    from hsfmt.readers.sources.look import Look
     from hsfmt.readers.sources.meaning import SourceMeaning
 
+ROW_FILE = re.compile(r"(.*/)?hs_[0-9]+\.safetensors")
 STATES_FOLDER = "hidden_states/"
 _STATES = re.compile(r"hidden_states/hs_(0|[1-9][0-9]{0,11})\.safetensors")
 _SUPPORT = (
     (re.compile(r"(state|dataset_info)\.json"), "arrow document"),
     (re.compile(r"token_freq\.pt"), "token_freq"),
-    (re.compile(r"d2t(-[0-9]+)?\.npy"), "d2t"),
-    (re.compile(r"t2d(-[0-9]+)?\.npy"), "t2d"),
+    (re.compile(r"d2t(-[0-9]+)?\.(npy|pt)"), "d2t"),
+    (re.compile(r"t2d(-[0-9]+)?\.(npy|pt)"), "t2d"),
 )
 _LAYERS_FROM = (
     "they are the --target-layer-ids that vLLM was launched with (its eagle_aux_hidden_state_layer_ids, ascending); "
@@ -35,11 +39,25 @@ _LAYERS_FROM = (
 )
 
 
+def has_arrow(names: Iterable[str]) -> bool:
+    """Whether a folder of these files holds an Arrow dataset."""
+    return any(name == "state.json" or ("/" not in name and name.endswith(".arrow")) for name in names)
+
+
 class SpeculatorsSource(Source):
     """An offline dataset of speculators 0.5 to 0.9."""
 
     name: ClassVar[str] = "speculators"
     summary: ClassVar[str] = "speculators 0.5 to 0.9: Arrow dataset with hidden_states/hs_{row}.safetensors"
+    numbered: ClassVar[bool] = True
+
+    @classmethod
+    def claim(cls, look: Look) -> Claim | None:
+        """Claim an Arrow dataset with files of rows."""
+        row = next((path for path in look.names if ROW_FILE.fullmatch(path)), None)
+        if row is None or not has_arrow(look.names):
+            return None
+        return Claim(f"an Arrow dataset and {row}", certain=True, options="--layer-ids IDS")
 
     def _list(self, folder: Folder) -> None:
         names = data_files(self.root, frozenset(file.path for file in folder.files if "/" not in file.path))
@@ -99,6 +117,12 @@ class SpeculatorsSource(Source):
         paths = tuple(file.path for file in files)
         return SourceItem(path, row, f"hs_{row}", paths, sum(file.nbytes for file in files), problem, normal)
 
+    def _sample_number(self, item: SourceItem) -> int | None:
+        return item.index
+
+    def _count_samples(self) -> int | None:
+        return self._rows.n_rows
+
     def _look(self, item: SourceItem) -> SourceMeaning:
         mask_dtype = self._rows.mask_dtype
         producer: dict[str, Any] = {"source_format": "speculators arrow"}
@@ -113,13 +137,14 @@ class SpeculatorsSource(Source):
     def _load(self, item: SourceItem) -> SourceSample:
         if len(item.paths) > 1:
             connector_file.check_not_being_written(self.root / item.paths[1], item.key)
-        sample = connector_file.load(self.root / item.key, item.key, item.sample_id)
+        ignore = self.options.key_map.ignore
+        sample = connector_file.load(self.root / item.key, item.key, item.sample_id, ignore)
         row = item.index
         try:
             input_ids = self._rows.input_ids(row)
             connector_file.check_same_ids(sample.input_ids, input_ids, item.key, f"Arrow row {row}")
             sample.loss_mask = self._rows.loss_mask(row, len(input_ids))
-            sample.metadata = {"row": row, **self._rows.other_values(row)}
+            connector_file.add_metadata(sample, {"row": row, **self._rows.other_values(row)})
         except SourceError as error:
             raise SourceError(
                 problem if problem.where.startswith(item.key) else _in_file(problem, item.key)

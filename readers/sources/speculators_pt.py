@@ -5,7 +5,7 @@
 * 0.1 and 0.2 (research scripts): `data_{i}.ckpt` with three layers side by side and `target`, the state after the
   final norm; the layers are 3, n//2+1, n-2 and n of a model of n layers, which no file says.
 
-Sample id: the file's path below the folder without its extension.
+Sample id: the file's path below the folder without its extension, or what `hsfmt_samples.jsonl` says of its number.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import re
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hsfmt.errors import SourceError, UsageError
-from hsfmt.readers.sources.base import Source, SourceItem, SourceSample, Stray, SupportFile
+from hsfmt.readers.sources.base import Claim, Source, SourceItem, SourceSample, Stray, SupportFile
 from hsfmt.readers.sources.folder import file_items
 from hsfmt.readers.sources.meaning import SourceMeaning
 from hsfmt.readers.sources.options import KeyMap
@@ -23,6 +23,7 @@ from hsfmt.readers.sources.sample_names import stray_reason
 
 if TYPE_CHECKING:
     from hsfmt.readers.sources.folder import Folder
+    from hsfmt.readers.sources.look import Look
     from hsfmt.readers.sources.torch_record import Record
 
 DATA = re.compile(r"data_[0-9]{1,12}\.(pt|ckpt)")
@@ -38,6 +39,8 @@ _SUPPORT = {
     "token_freq.pt": "token_freq",
     "d2t.npy": "d2t",
     "t2d.npy": "t2d",
+    "d2t.pt": "d2t",
+    "t2d.pt": "t2d",
 }
 _BATCH_SIZE = re.compile(r"--batch-size[ =]([0-9]+)")
 _DOCUMENT_NBYTES = 256 << 20
@@ -48,7 +51,22 @@ class SpeculatorsPtSource(Source):
 
     name: ClassVar[str] = "speculators-pt"
     summary: ClassVar[str] = "speculators 0.3/0.4 data_{i}.pt with data_config.json, and 0.1/0.2 data_{i}.ckpt"
+    numbered: ClassVar[bool] = True
     _config_path: str | None = None
+
+    @classmethod
+    def claim(cls, look: Look) -> Claim | None:
+        """Claim a folder all of whose torch files are data_{i}, by their keys and data_config.json."""
+        if not all(DATA.fullmatch(path.rpartition("/")[2]) for path in look.torch_names):
+            return None
+        has_config = any(path.rpartition("/")[2] == CONFIG for path in look.names)
+        for record in look.samples[:1]:
+            keys = frozenset(record.entries)
+            if keys == CONCAT_KEYS:
+                return Claim(f"{record.where} with hidden_state and target", certain=True)
+            if keys == LIST_KEYS and has_config:
+                return Claim(f"{record.where} beside {CONFIG}", certain=True)
+        return None
 
     def _list(self, folder: Folder) -> None:
         self._config: dict[str, Any] = {}
@@ -108,6 +126,9 @@ class SpeculatorsPtSource(Source):
                 shown = ", ".join(map(str, gaps[:10])) + (" …" if len(gaps) > 10 else "")
                 where = f" in {folder}" if folder else ""
                 self.notes.append(f"the numbers of data_{{i}}{where} have gaps, {len(gaps)} without a file: {shown}")
+
+    def _sample_number(self, item: SourceItem) -> int | None:
+        return int(_number(_split(item.key)[1]))
 
     def _look(self, item: SourceItem) -> SourceMeaning:
         from hsfmt.readers.sources.torch_record import load_record, state_blocks, token_ids

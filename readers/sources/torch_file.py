@@ -2,20 +2,26 @@
 
 `torch.load` checks no CRC, so a flipped bit would become a value; what is read after the check is held to it by a
 `FileStamp`. Storages are read into memory. Only those of which a file needs a small part, or of a file over 1 GiB, are
-mapped, so that they cost no more than the pages that are copied.
+mapped, so that they cost no more than the pages that are copied. What a gzip stream holds is unpacked into a file in
+memory and mapped from there.
 """
 
 from __future__ import annotations
 
 import re
+import struct
 import zipfile
 import zlib
+from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hsfmt.errors import SourceError, UsageError
 from hsfmt.readers.sources.file_stamp import FileStamp
 from hsfmt.readers.sources.folder import HEAD_NBYTES, describe_foreign
+from hsfmt.readers.sources.gzip_stream import GZIP_MAGIC, unpacked
+from hsfmt.readers.sources.torch_pickle import check_legacy_pickles, check_pickle
 
 if TYPE_CHECKING:
     from typing import BinaryIO
@@ -25,23 +31,54 @@ if TYPE_CHECKING:
 _ZIP_MAGIC = b"PK\x03\x04"
 _LEGACY_MAGIC = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _BLOCK_NBYTES = 1 << 20
+# Objects of a pickle take some 64 times its bytes: no more of them than the file's tensors may take, and a little.
 _PICKLE_NBYTES = 16 << 20
+_PICKLE_FLOOR_NBYTES, _PICKLE_SHARE = 1 << 20, 64
 # A file of at most this size is read whole if half of it is wanted, a smaller one than `_SMALL_NBYTES` always.
 _WHOLE_NBYTES = 1 << 30
 _SMALL_NBYTES = 1 << 20
 # Members that hold no tensor: the sizes of the others are what storages may have.
 _STORAGE = re.compile(r"/data/[0-9]+$")
-_UNSAFE = re.compile(r"GLOBAL (\S+) was not an allowed global")
+
+
+@dataclass(frozen=True, slots=True)
+class TorchFile:
+    """A loaded file: what it holds, its stamp, and the bytes of its payload, which are more than the file's if packed.
+
+    Tensors may be mapped: who copies them checks the stamp afterwards.
+    """
+
+    value: Any
+    stamp: FileStamp
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Bytes:
+    """The bytes of a PyTorch file: open, the path by which they can be mapped, their number, their name for messages.
+
+    `stamp` is that of the file itself, `packed` says that they were unpacked from it.
+    """
+
+    file: BinaryIO
+    path: Path
+    nbytes: int
+    stamp: FileStamp
+    packed: bool = False
+
+    @property
+    def where(self) -> str:
+        return self.stamp.where
 
 
 def load_torch_file(path: Path, where: str) -> tuple[Any, FileStamp]:
-    """Load a `.pt` file on the CPU, executing nothing.
+    """Load a `.pt` file as `read_torch_file` does; return what it holds, and the stamp of the file."""
+    loaded = read_torch_file(path, where)
+    return loaded.value, loaded.stamp
 
-    Returns
-    -------
-    tuple
-        What it holds; and the stamp of the file, whose size bounds the tensors' real data. Tensors may be mapped: who
-        copies them checks the stamp afterwards.
+
+def read_torch_file(path: Path, where: str) -> TorchFile:
+    """Load a `.pt` file, or one of a name in `.gz` that is packed by gzip, on the CPU, executing nothing.
 
     Raises
     ------
@@ -56,57 +93,79 @@ def load_torch_file(path: Path, where: str) -> tuple[Any, FileStamp]:
     import_torch()
     with path.open("rb") as file:
         stamp = FileStamp.take(path, where, file.fileno())
-        head = file.read(HEAD_NBYTES)
-        foreign = describe_foreign(head, stamp.nbytes)
-        if foreign is not None:
-            raise SourceError.at(where, expected="a PyTorch file", got=foreign)
-        is_zip = head.startswith(_ZIP_MAGIC)
-        if not is_zip and not (head[:1] == b"\x80" and head[2:].startswith(_LEGACY_MAGIC)):
-            plain = "a plain pickle, which is never loaded"
-            got = plain if head[:1] == b"\x80" else f"bytes that begin with {head[:8]!r}"
-            raise SourceError.at(
-                where, expected="a PyTorch file", got=f"{stamp.nbytes} bytes that torch.save did not write: {got}"
-            )
-        value = _load_zip(file, stamp) if is_zip else _load(file, stamp)
+        if not path.name.endswith(".gz"):
+            plain = _Bytes(file, path, stamp.nbytes, stamp)
+            value = _load_bytes(plain)
+        else:
+            _check_gzip(file.read(HEAD_NBYTES), stamp)
+            with unpacked(file, stamp.nbytes, where) as (inner, inner_path, nbytes):
+                plain = _Bytes(inner, inner_path, nbytes, stamp, packed=True)
+                value = _load_bytes(plain)
     # Before anyone touches a page of a mapping: one that lies past the end of its file ends the process with SIGBUS.
     # That is left to a file which is cut while its pages are copied.
     stamp.check_unchanged()
-    return value, stamp
+    return TorchFile(value, stamp, plain.nbytes)
 
 
-def _load_zip(file: BinaryIO, stamp: FileStamp) -> Any:
-    members = check_zip(file, stamp.where)
-    value = _load(stamp.path, stamp)
+def _check_gzip(head: bytes, stamp: FileStamp) -> None:
+    if head.startswith(GZIP_MAGIC):
+        return
+    got = describe_foreign(head, stamp.nbytes) or f"{stamp.nbytes} bytes that begin with {head[:8]!r}"
+    remedy = "take .gz off its name if it is not compressed" if head.startswith(_ZIP_MAGIC) else ""
+    raise SourceError.at(stamp.where, expected="a gzip stream", got=got, remedy=remedy)
+
+
+def _load_bytes(data: _Bytes) -> Any:
+    data.file.seek(0)
+    head = data.file.read(HEAD_NBYTES)
+    foreign = describe_foreign(head, data.nbytes)
+    if foreign is not None:
+        raise SourceError.at(data.where, expected="a PyTorch file", got=foreign)
+    if head.startswith(_ZIP_MAGIC):
+        return _load_zip(data)
+    if not (head[:1] == b"\x80" and head[2:].startswith(_LEGACY_MAGIC)):
+        plain = "a plain pickle, which is never loaded"
+        got = plain if head[:1] == b"\x80" else f"bytes that begin with {head[:8]!r}"
+        raise SourceError.at(
+            data.where, expected="a PyTorch file", got=f"{data.nbytes} bytes that torch.save did not write: {got}"
+        )
+    check_legacy_pickles(data.file, _pickle_limit(data.nbytes), data.where)
+    return _load(data)
+
+
+def _load_zip(data: _Bytes) -> Any:
+    members = check_zip(data.file, data.where)
+    value = _load(data, mapped=True)
     storages = _storages(value)
     # A mapped storage is only a slice of the file: hold it to the size of a member.
     known = sorted({0, *(member.file_size for member in members)})
     for storage, _ in storages:
         if storage.nbytes() not in known:
-            raise SourceError.at(stamp.where, expected=f"storages of {known} bytes", got=f"one of {storage.nbytes()}")
+            raise SourceError.at(data.where, expected=f"storages of {known} bytes", got=f"one of {storage.nbytes()}")
     wanted = sum(min(used, storage.nbytes()) for storage, used in storages)
-    if stamp.nbytes > _SMALL_NBYTES and stamp.nbytes > min(2 * wanted, _WHOLE_NBYTES):
+    # Nobody else can change what was unpacked, and it is in memory already.
+    if not data.packed and (data.nbytes <= _SMALL_NBYTES or data.nbytes <= min(2 * wanted, _WHOLE_NBYTES)):
+        value = _load(data)
+    elif not data.packed:
         return value
-    value = _load(file, stamp)
     if any(member.CRC for member in members):
-        _check_read(value, {(member.file_size, member.CRC) for member in members}, stamp)
+        _check_read(value, {(member.file_size, member.CRC) for member in members}, data.stamp)
     return value
 
 
-def _load(source: BinaryIO | Path, stamp: FileStamp) -> Any:
-    """Load from an open file, into memory, or from a path, mapped."""
+def _load(data: _Bytes, *, mapped: bool = False) -> Any:
+    """Load into memory, or mapped."""
     import torch
 
-    mapped = isinstance(source, Path)
-    if not isinstance(source, Path):
-        source.seek(0)
+    data.file.seek(0)
     try:
-        return torch.load(source, map_location="cpu", weights_only=True, mmap=mapped)
+        return torch.load(data.path if mapped else data.file, map_location="cpu", weights_only=True, mmap=mapped)
     except (OSError, MemoryError):
         raise
     except Exception as error:
         # A malformed pickle can raise anything, and so can a file that changes meanwhile.
-        stamp.check_unchanged()
-        raise _not_loadable(error, stamp.path, stamp.where) from error
+        data.stamp.check_unchanged()
+        raise _not_loadable(error, data.where) from error
 
 
 def import_torch() -> Any:
@@ -154,11 +213,13 @@ def check_zip(file: BinaryIO, where: str) -> list[zipfile.ZipInfo]:
     try:
         with zipfile.ZipFile(file) as archive:
             members = sorted(archive.infolist(), key=lambda member: member.header_offset)
-            _check_members(members, where)
+            _check_members(members, _pickle_limit(file.seek(0, 2)), where)
             if any(member.CRC for member in members):
                 for member in members:
                     _check_crc(archive, member, where)
-    except (zipfile.BadZipFile, NotImplementedError, EOFError, ValueError, zlib.error) as error:
+            for member in filter(_is_pickle, members):
+                check_pickle(_member(file, member), where)
+    except (zipfile.BadZipFile, NotImplementedError, EOFError, ValueError, struct.error, zlib.error) as error:
         if isinstance(error, SourceError):
             raise
         # zipfile's own words for a missing end are that this is no zip file, which its beginning denies.
@@ -169,7 +230,24 @@ def check_zip(file: BinaryIO, where: str) -> list[zipfile.ZipInfo]:
     return [member for member in members if _STORAGE.search(member.filename)]
 
 
-def _check_members(members: list[zipfile.ZipInfo], where: str) -> None:
+def _pickle_limit(nbytes: int) -> int:
+    return min(_PICKLE_NBYTES, _PICKLE_FLOOR_NBYTES + nbytes // _PICKLE_SHARE)
+
+
+def _member(file: BinaryIO, member: zipfile.ZipInfo) -> BytesIO:
+    """The bytes of a stored member; zipfile would hold one of a file without CRCs to a CRC of 0."""
+    file.seek(member.header_offset + 26)
+    n_name, n_extra = struct.unpack("<HH", file.read(4))
+    file.seek(n_name + n_extra, 1)
+    return BytesIO(file.read(member.file_size))
+
+
+def _is_pickle(member: zipfile.ZipInfo) -> bool:
+    # torch finds members by names in any case.
+    return member.filename.lower().endswith("/data.pkl")
+
+
+def _check_members(members: list[zipfile.ZipInfo], pickle_limit: int, where: str) -> None:
     if members and members[0].header_offset:
         # Another reader of the same bytes might find another archive in them.
         raise SourceError.at(where, expected="a zip archive from the first byte on", got="other bytes before it")
@@ -182,15 +260,15 @@ def _check_members(members: list[zipfile.ZipInfo], where: str) -> None:
             got = "an encrypted one"
         elif member.header_offset < end:
             got = "one that overlaps another"
-        elif member.filename in names:
+        elif member.filename.lower() in names:
             got = "two of that name"
-        elif member.filename.endswith("/data.pkl") and member.file_size > _PICKLE_NBYTES:
-            got = f"a pickle of {member.file_size} bytes (the limit is {_PICKLE_NBYTES})"
+        elif _is_pickle(member) and member.file_size > pickle_limit:
+            got = f"a pickle of {member.file_size} bytes (the limit is {pickle_limit})"
         if got is not None:
             raise SourceError.at(f"{where}[{member.filename}]", expected="a plain member of a PyTorch file", got=got)
-        names.add(member.filename)
+        names.add(member.filename.lower())
         end = member.header_offset + 30 + len(member.filename) + member.file_size
-    if not any(name.endswith("/data.pkl") for name in names):
+    if not any(map(_is_pickle, members)):
         raise SourceError.at(where, expected="a PyTorch file", got="a zip file without data.pkl")
 
 
@@ -247,27 +325,9 @@ def _check_read(value: Any, known: set[tuple[int, int]], stamp: FileStamp) -> No
             )
 
 
-def _not_loadable(error: Exception, path: Path, where: str) -> SourceError:
+def _not_loadable(error: Exception, where: str) -> SourceError:
     text = str(error)
-    unsafe = _unsafe_names(path, text)
-    if unsafe:
-        return SourceError.at(
-            where,
-            expected="tensors, numbers, strings, lists and dicts",
-            got=f"objects that only executing code would make: {', '.join(unsafe[:5])} (refused, not executed)",
-            remedy="save it again as a dict of plain tensors, on a machine that trusts the file",
-        )
     line = next((line.strip() for line in text.splitlines() if "rror" in line), text.strip().partition("\n")[0])
     return SourceError.at(
         where, expected="a PyTorch file that loads with weights_only", got=f"{type(error).__name__}: {line[:300]}"
     )
-
-
-def _unsafe_names(path: Path, text: str) -> list[str]:
-    """Names of the classes and functions that the file would call; read from the opcodes, nothing is executed."""
-    import torch
-
-    try:
-        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
-    except Exception:  # noqa: BLE001 - not a zip, or no pickle at all: then the error's own words must do
-        return _UNSAFE.findall(text)

@@ -9,10 +9,12 @@ from hsfmt import canonical
 from hsfmt.errors import FormatError, SourceError, UsageError
 from hsfmt.readers.sources import columns
 from hsfmt.readers.sources.base import SourceSample
-from hsfmt.readers.sources.torch_file import load_torch_file
+from hsfmt.readers.sources.torch_columns import LOSS_WEIGHT, NOTHING_FURTHER, FurtherColumns, token_column
+from hsfmt.readers.sources.torch_file import read_torch_file
 from hsfmt.readers.sources.torch_states import (
     batched,
     check_tensor,
+    check_total,
     is_tensor,
     row_values,
     split_layers,
@@ -26,27 +28,29 @@ if TYPE_CHECKING:
 
     from hsfmt.readers.sources.file_stamp import FileStamp
     from hsfmt.readers.sources.options import KeyMap
+    from hsfmt.readers.sources.torch_file import TorchFile
 
 _METADATA_NBYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a file holds: `entries` without the keys of None values, which are in `none_keys`."""
+    """What a file holds: `entries` without the keys of None values, which are in `none_keys`.
+
+    `nbytes` is the size of the file, of the unpacked one if it is compressed; `listed` says that the dict was the one
+    item of a list.
+    """
 
     stamp: FileStamp
     entries: dict[str, Any]
     none_keys: tuple[str, ...]
+    nbytes: int
+    listed: bool = False
 
     @property
     def where(self) -> str:
         """What messages call the file."""
         return self.stamp.where
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the file."""
-        return self.stamp.nbytes
 
     def at(self, key: str) -> str:
         """Where an entry is, for messages."""
@@ -72,22 +76,35 @@ def load_record(path: Path, where: str) -> Record:
     Raises
     ------
     SourceError
-        As `load_torch_file`, or it holds something else.
+        As `read_torch_file`, or it holds something else.
     OSError
         The file can't be read.
     """
-    value, stamp = load_torch_file(path, where)
-    if isinstance(value, list | tuple) and len(value) == 1:
+    return as_record(read_torch_file(path, where))
+
+
+def as_record(loaded: TorchFile) -> Record:
+    """Take a loaded file as a record.
+
+    Raises
+    ------
+    SourceError
+        It holds something else than a dict, or a list of one.
+    """
+    value = loaded.value
+    listed = isinstance(value, list | tuple) and len(value) == 1
+    if listed:
         value = value[0]
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         raise SourceError.at(
-            where,
+            loaded.stamp.where,
             expected="a dict of one sample, with names as keys",
             got=_kind(value),
             remedy="save {'input_ids': ids, 'hidden_states': [a tensor [token, hidden] for each layer]}",
         )
     entries = {key: entry for key, entry in value.items() if entry is not None}
-    return Record(stamp, entries, tuple(key for key, entry in value.items() if entry is None))
+    none_keys = tuple(key for key, entry in value.items() if entry is None)
+    return Record(loaded.stamp, entries, none_keys, loaded.nbytes, listed)
 
 
 def _kind(value: Any) -> str:
@@ -219,11 +236,18 @@ def state_blocks(
     states = split_layers(
         record.entry(key), n_tokens, hidden_size, record.at(key), record.nbytes, layer_first=layer_first
     )
+    check_total(states + last, record.where, record.nbytes)
     return states + last
 
 
 def read_sample(
-    record: Record, roles: KeyMap, sample_id: str, hidden_size: int, *, layer_first: bool = False
+    record: Record,
+    roles: KeyMap,
+    sample_id: str,
+    hidden_size: int,
+    *,
+    layer_first: bool = False,
+    further: FurtherColumns = NOTHING_FURTHER,
 ) -> SourceSample:
     """Copy a sample out of a record.
 
@@ -238,12 +262,18 @@ def read_sample(
     input_ids = token_ids(record, roles)
     n_tokens = len(input_ids)
     blocks = state_blocks(record, roles, n_tokens, hidden_size=hidden_size, layer_first=layer_first)
-    mask = None
+    mask, extras = None, {}
     if roles.loss_mask is not None:
         values = row_values(record.entry(roles.loss_mask), record.at(roles.loss_mask), record.nbytes)
-        mask = columns.loss_mask(values, n_tokens, record.at(roles.loss_mask))
-    metadata = _metadata(record, roles, n_tokens)
-    sample = SourceSample(sample_id, input_ids, stack_layers(blocks, record.where), mask, metadata)
+        if further.weights:
+            mask, extras[LOSS_WEIGHT] = columns.loss_weights(values, n_tokens, record.at(roles.loss_mask))
+        else:
+            mask = columns.loss_mask(values, n_tokens, record.at(roles.loss_mask))
+    for key in further.keys:
+        if key in record.entries and key not in roles.ignore:
+            extras[key] = token_column(record.entries[key], n_tokens, key, record.at(key), record.nbytes)
+    metadata = _metadata(record, replace(roles, ignore=(*roles.ignore, *further.keys)), n_tokens)
+    sample = SourceSample(sample_id, input_ids, stack_layers(blocks, record.where), mask, metadata, extras)
     record.stamp.check_unchanged()
     return sample
 
@@ -255,13 +285,13 @@ def _metadata(record: Record, roles: KeyMap, n_tokens: int) -> dict[str, Any]:
         if key in taken or (key == "attention_mask" and _all_real(record, n_tokens)):
             continue
         plain = value.item() if is_tensor(value) and value.ndim == 0 else value
-        if not _is_small_json(plain):
+        if not is_small_json(plain):
             kind = f"{plain.dtype} {list(plain.shape)}" if is_tensor(plain) else type(plain).__name__
             raise SourceError.at(
                 record.at(key),
                 expected="entries that hold ids, states, a mask or small JSON values",
                 got=kind,
-                remedy=f"say what it is with --map ROLE={key}, or leave it out with --map ignore={key}",
+                remedy=f"leave it out with --map ignore={key}, or say what it is with --map ROLE={key}",
             )
         metadata[key] = plain
     return metadata
@@ -280,7 +310,19 @@ def _all_real(record: Record, n_tokens: int) -> bool:
     return True
 
 
-def _is_small_json(value: Any) -> bool:
+def is_small_json(value: Any) -> bool:
+    """Whether a value can be kept as a sample's metadata: JSON of at most 64 KiB."""
+    # A list that holds another one twice, and so on, is small in the file and endless as text.
+    stack, left = [value], _METADATA_NBYTES
+    while stack and left > 0:
+        item = stack.pop()
+        left -= 1
+        if isinstance(item, dict | list | tuple):
+            if len(item) > left:
+                return False
+            stack.extend(item.values() if isinstance(item, dict) else item)
+    if stack:
+        return False
     try:
         return len(canonical.dumps_metadata(value)) <= _METADATA_NBYTES
     except FormatError:

@@ -52,6 +52,16 @@ def check_tensor(value: Any, where: str, file_nbytes: int) -> torch.Tensor:
     return tensor
 
 
+def same_storage(first: object, second: object) -> bool:
+    """Whether two values are tensors in the same storage."""
+    if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor):
+        return False
+    if any(tensor.layout is not torch.strided or tensor.device.type != "cpu" for tensor in (first, second)):
+        return False
+    there, here = first.untyped_storage(), second.untyped_storage()
+    return there.nbytes() > 0 and (there.data_ptr(), there.nbytes()) == (here.data_ptr(), here.nbytes())
+
+
 def row_values(value: Any, where: str, file_nbytes: int) -> NDArray[Any]:
     """Token ids or a mask: a tensor or a list of numbers, as an array (not yet checked, see `columns`).
 
@@ -126,6 +136,20 @@ def split_layers(
             tensor = tensor.view(n_tokens, width // unit, unit)
         blocks.append(tensor)
     return blocks
+
+
+def check_total(blocks: list[torch.Tensor], where: str, file_nbytes: int) -> None:
+    """Refuse views that are together larger than their file allows: a list of them may name the same bytes many times.
+
+    Raises
+    ------
+    SourceError
+        They are.
+    """
+    nbytes = sum(block.numel() * block.element_size() for block in blocks)
+    if nbytes > file_nbytes + _EXPANDED_NBYTES:
+        got = f"{len(blocks)} views of {nbytes} bytes together, which share them"
+        raise SourceError.at(where, expected=f"states that fit their file of {file_nbytes} bytes", got=got)
 
 
 def _check_states(value: Any, where: str, file_nbytes: int) -> torch.Tensor:

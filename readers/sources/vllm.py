@@ -12,16 +12,19 @@ from typing import TYPE_CHECKING, ClassVar
 
 from hsfmt.errors import Problem, SourceError
 from hsfmt.readers.sources import connector_file, request_outputs
-from hsfmt.readers.sources.base import Source, SourceItem, SourceSample, Stray, SupportFile
+from hsfmt.readers.sources.base import Claim, Source, SourceItem, SourceSample, Stray, SupportFile
 from hsfmt.readers.sources.folder import natural_key, stem
 from hsfmt.readers.sources.sample_names import stray_reason
+from hsfmt.readers.sources.speculators import ROW_FILE
 
 if TYPE_CHECKING:
     from hsfmt.readers.sources.folder import Folder
+    from hsfmt.readers.sources.look import Look
     from hsfmt.readers.sources.meaning import SourceMeaning
     from hsfmt.readers.sources.request_outputs import Request
 
 SUFFIX = request_outputs.SUFFIX
+_PEEKS = 16
 LAYERS_FROM = (
     "they are the eagle_aux_hidden_state_layer_ids of the vLLM command line (--speculative-config, ascending); "
     "each counts the layers passed, as --layer-ids does"
@@ -33,6 +36,25 @@ class VllmSource(Source):
 
     name: ClassVar[str] = "vllm"
     summary: ClassVar[str] = "folder of vLLM's hidden-states connector: {request}.safetensors with .lock companions"
+
+    @classmethod
+    def claim(cls, look: Look) -> Claim | None:
+        """Claim a folder with locks beside data files, or with the connector's tensors in one of the first files."""
+        if any(ROW_FILE.fullmatch(path) for path in look.names):
+            return None  # rows of speculators, which need their dataset
+        options = "--layer-ids IDS"
+        for path in look.names:
+            if path.endswith(SUFFIX + connector_file.LOCK_SUFFIX):
+                return Claim(path, certain=True, options=options)
+        for path in [path for path in look.names if path.endswith(SUFFIX)][:_PEEKS]:
+            try:
+                look.folder.check(path)
+                connector_file.connector_entries(look.folder.root / path, path)
+            except SourceError as error:
+                look.problems.extend(error.problems)
+            else:
+                return Claim(f"{path} with hidden_states and token_ids", certain=True, options=options)
+        return None
 
     def _list(self, folder: Folder) -> None:
         sizes = {file.path: file.nbytes for file in folder.files}
@@ -67,7 +89,8 @@ class VllmSource(Source):
     def _load(self, item: SourceItem) -> SourceSample:
         if len(item.paths) > 1:
             connector_file.check_not_being_written(self.root / item.paths[1], item.key)
-        sample = connector_file.load(self.root / item.key, item.key, item.sample_id)
+        ignore = self.options.key_map.ignore
+        sample = connector_file.load(self.root / item.key, item.key, item.sample_id, ignore)
         request = self._requests.get(item.key)
         if request is not None:
             # With include_output_tokens the file goes on after the prompt.
@@ -79,7 +102,7 @@ class VllmSource(Source):
                     remedy="the states are of another text: send the request again",
                 )
             if request.request_id:
-                sample.metadata["request_id"] = request.request_id
+                connector_file.add_metadata(sample, {"request_id": request.request_id})
         return sample
 
 

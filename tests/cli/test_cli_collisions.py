@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 
 from hsfmt import DatasetWriter
-from hsfmt.cli import collisions, conversion, progress
+from hsfmt.cli import progress
+from hsfmt.cli.converting import collisions, committed_copies
+from hsfmt.cli.converting import run as conversion
+from hsfmt.cli.converting import work as conversion_work
 from hsfmt.readers.sample_reader import SampleReader
 from hsfmt.readers.sources.base import Source
 from hsfmt.writers.sample_files import FileTensor, write_sample_file
@@ -55,7 +58,7 @@ def loads(monkeypatch) -> list[str]:
     """Keys of the items that are read from here on."""
     keys: list[str] = []
     real = Source.load
-    monkeypatch.setattr(Source, "load", lambda self, item: keys.append(item.key) or real(self, item))
+    monkeypatch.setattr(Source, "load", lambda self, item, **how: keys.append(item.key) or real(self, item, **how))
     return keys
 
 
@@ -439,3 +442,95 @@ def test_a_hole_that_another_conversion_fills_meanwhile(hsfmt, ranks, tmp_path, 
     assert report["counts"] == counts(sample=3, hole=1)
     report = hsfmt.json("convert", ranks / "rank0", tmp_path / "d", *LAYERS, "--on-bad", "hole", code=1)
     assert report["counts"] == counts(skipped=3, failed=1)
+
+
+def test_another_folder_under_the_same_path_is_compared(hsfmt, ranks, tmp_path, loads):
+    """Renaming a folder changes nothing at the files in it, which may be older than the first run."""
+    hsfmt("convert", ranks / "rank0", tmp_path / "d", *LAYERS)
+    loads.clear()
+    (ranks / "rank0").rename(ranks / "old")
+    (ranks / "rank1").rename(ranks / "rank0")
+    report = hsfmt.json("convert", ranks / "rank0", tmp_path / "d", *LAYERS, "--on-bad", "hole", code=1)
+    assert report["counts"] == counts(sample=1, failed=4)
+    assert sorted(loads) == [f"r_{n}.safetensors" for n in range(5)]
+
+
+def test_another_folder_above_the_source_is_compared(hsfmt, ranks, tmp_path):
+    for rank in (0, 1):
+        (tmp_path / f"node{rank}").mkdir()
+        (ranks / f"rank{rank}").rename(tmp_path / f"node{rank}" / "states")
+    hsfmt("convert", tmp_path / "node0" / "states", tmp_path / "d", *LAYERS)
+    (tmp_path / "node0").rename(tmp_path / "old")
+    (tmp_path / "node1").rename(tmp_path / "node0")
+    report = hsfmt.json("convert", tmp_path / "node0" / "states", tmp_path / "d", *LAYERS, "--on-bad", "hole", code=1)
+    assert report["counts"] == counts(sample=1, failed=4)
+
+
+@pytest.mark.parametrize("what", ["folder", "files"])
+def test_what_links_lead_to_is_compared(hsfmt, ranks, tmp_path, loads, what):
+    """The link stays as it is, or is made anew; what it leads to is another folder."""
+    (tmp_path / "source").mkdir()
+    (ranks / "rank1" / "r_4.safetensors").unlink()
+    if what == "folder":
+        (tmp_path / "source" / "cur").symlink_to(ranks / "rank0", target_is_directory=True)
+    else:
+        for path in (ranks / "rank0").iterdir():
+            (tmp_path / "source" / path.name).symlink_to(path)
+    hsfmt("convert", tmp_path / "source", tmp_path / "d", *LAYERS)
+    loads.clear()
+    assert hsfmt.json("convert", tmp_path / "source", tmp_path / "d", *LAYERS)["counts"] == counts(skipped=4)
+    assert loads == []
+    if what == "folder":
+        (tmp_path / "source" / "cur").unlink()
+        (tmp_path / "source" / "cur").symlink_to(ranks / "rank1", target_is_directory=True)
+    else:
+        (ranks / "rank0").rename(ranks / "old")
+        (ranks / "rank1").rename(ranks / "rank0")
+    report = hsfmt.json("convert", tmp_path / "source", tmp_path / "d", *LAYERS, "--on-bad", "hole", code=1)
+    assert report["counts"] == counts(failed=4)
+
+
+def test_folders_of_one_source_that_were_exchanged_are_compared(hsfmt, ranks, tmp_path):
+    hsfmt("convert", ranks, tmp_path / "d", *LAYERS)
+    for old, new in (("rank0", "rank"), ("rank1", "rank0"), ("rank", "rank1")):
+        (ranks / old).rename(ranks / new)
+    report = hsfmt.json("convert", ranks, tmp_path / "d", *LAYERS, "--on-bad", "hole", code=1)
+    assert report["counts"]["failed"] == 8
+
+
+@pytest.mark.parametrize("recorded", ["none", "too many"])
+def test_without_a_record_of_the_folders_all_is_compared(hsfmt, ranks, tmp_path, loads, monkeypatch, recorded):
+    if recorded == "none":
+        monkeypatch.setattr(conversion_work, "folders_of", lambda *_: [])
+    else:
+        monkeypatch.setattr(committed_copies, "_MAX_FOLDERS", 0)
+    hsfmt("convert", ranks / "rank0", tmp_path / "d", *LAYERS)
+    loads.clear()
+    report = hsfmt.json("convert", ranks / "rank0", tmp_path / "d", *LAYERS)
+    assert report["counts"] == counts(skipped=4)
+    assert loads == [f"r_{n}.safetensors" for n in range(4)]
+
+
+SPLIT = (*LAYERS, "--split-long", 5)
+
+
+def test_ids_like_those_of_windows_are_refused_by_name(hsfmt, tmp_path):
+    for name, n_tokens in (("a", 12), ("a#0", 3), ("a#1", 3)):
+        save(tmp_path / "s" / f"{name}.safetensors", 1, n_tokens)
+    result = hsfmt("convert", tmp_path / "s", tmp_path / "d", *SPLIT, code=2)
+    assert "a.safetensors" in result.stderr
+    assert "a#0" in result.stderr
+    assert not (tmp_path / "d").exists()
+    assert hsfmt.json("convert", tmp_path / "s", tmp_path / "d", *LAYERS)["counts"] == counts(sample=3)
+    # All three are there as they are: nothing is to be cut any more.
+    report = hsfmt.json("convert", tmp_path / "s", tmp_path / "d", *SPLIT, code=1)
+    assert report["error"][0]["samples"] == ["a"]
+
+
+def test_a_committed_id_like_that_of_a_window_is_refused_by_name(hsfmt, tmp_path):
+    save(tmp_path / "one" / "a#1.safetensors", 1, 3)
+    save(tmp_path / "two" / "a.safetensors", 2, 12)
+    first = hsfmt.json("convert", tmp_path / "one", tmp_path / "d", *LAYERS)
+    result = hsfmt("convert", tmp_path / "two", tmp_path / "d", *SPLIT, code=2)
+    assert "'a#1' of the dataset" in result.stderr
+    assert len(list((tmp_path / "d" / "hsfmt/manifests").iterdir())) == first["written"]["parts"]

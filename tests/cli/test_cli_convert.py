@@ -69,7 +69,8 @@ def test_real_vllm_folder(hsfmt, vllm, tmp_path):
     report = hsfmt.json("convert", vllm, tmp_path / "d", *LAYERS)
     assert report["counts"] == {"sample": 8, "skipped": 0, "hole": 0, "failed": 0, "not_reached": 0}
     assert report["files"] == {
-        "sample": 16, "skipped": 0, "hole": 0, "failed": 0, "not_reached": 0, "support": 1, "stray": 0, "total": 17,
+        "sample": 16, "skipped": 0, "hole": 0, "failed": 0, "not_reached": 0, "duplicate": 0, "container": 0,
+        "support": 1, "stray": 0, "deleted": 0, "total": 17,
     }  # fmt: skip
     everything_adds_up(report, vllm)
     assert report["written"]["tokens"] == report["snapshot"]["counts"]["tokens"] == 537

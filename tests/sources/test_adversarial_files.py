@@ -1,14 +1,16 @@
 """Broken and hostile folders, each with one fault (tests/data/adversarial/EXPECT.json)."""
 
+import gzip
 import json
 
 import pytest
 import torch
 
-from hsfmt.errors import NotFoundError, SourceError, UsageError
-from hsfmt.readers.sources import SourceOptions, find_source, parse_key_map
+from hsfmt.errors import SourceError
+from hsfmt.readers.sources import find_source
 
-SPECFORGE = SourceOptions(key_map=parse_key_map("aux=aux_hidden_state,last=hidden_state"))
+# Folders whose every file is refused show no source.
+UNREADABLE = {"pickle_reduce_call"}
 COVERED = {
     "truncated_ckpt",
     "bitflip_tensor_data",
@@ -26,12 +28,15 @@ COVERED = {
     "stray_files",
     "padded_tail",
 }
+FOUND = COVERED - UNREADABLE
 
 
 @pytest.fixture
 def adversarial(data_dir, accounted_for):
-    def open_folder(name, options=SPECFORGE):
-        source = find_source(data_dir / "adversarial" / name, "pt", options=options)
+    def open_folder(name, kind="specforge-eagle3"):
+        found = None if name in FOUND else kind
+        source = find_source(data_dir / "adversarial" / name, found)
+        assert source.name == kind
         accounted_for(source)
         return source
 
@@ -71,10 +76,24 @@ def test_a_flipped_bit_is_found_by_the_crc(adversarial, refused, data_dir):
     torch.load(data_dir / "adversarial" / "bitflip_tensor_data" / bad, weights_only=True)
 
 
-def test_a_compressed_twin_is_a_stray(adversarial):
+def test_a_compressed_twin_is_the_same_sample(adversarial, item_of):
     source = adversarial("both_ckpt_and_gz")
-    assert [(stray.path, "twin" in stray.reason) for stray in source.strays] == [("data_0.ckpt.gz", True)]
-    assert len(source.items) == 6
+    assert [item.sample_id for item in source.items] == [f"data_{i}" for i in range(6)]
+    item = item_of(source, "data_0.ckpt")
+    assert item.paths == ("data_0.ckpt", "data_0.ckpt.gz")
+    assert len(source.load(item).input_ids) == 17
+    (note,) = source.notes
+    assert note.startswith("1 file is a duplicate")
+    assert note.endswith("data_0.ckpt.gz")
+
+
+def test_a_twin_of_other_content_is_refused(copy_of, refused):
+    root = copy_of("adversarial/both_ckpt_and_gz")
+    with gzip.open(root / "data_0.ckpt.gz", "wb") as file:
+        file.write((root / "data_3.ckpt").read_bytes())
+    error = refused(find_source(root), "data_0.ckpt")
+    assert "data_0.ckpt.gz" in str(error)
+    assert "got another one" in str(error)
 
 
 def test_order_is_natural(adversarial):
@@ -118,7 +137,8 @@ def test_another_layer_count_is_named(adversarial, refused):
 
 
 def test_strided_views_of_one_storage(adversarial, data_dir):
-    source = adversarial("shared_storage_strided", SourceOptions())
+    source = adversarial("shared_storage_strided", "modelopt-vllm")
+    assert source.meaning().final_norm == "pre"
     sample = source.load(source.items[0])
     record = torch.load(data_dir / "adversarial/shared_storage_strided/conv-0003.pt", weights_only=True)
     assert not record["hidden_states"].is_contiguous()
@@ -127,21 +147,19 @@ def test_strided_views_of_one_storage(adversarial, data_dir):
     assert sample.metadata == {"conversation_id": "conv-0003"}
 
 
-def test_none_is_absent(adversarial, refused):
-    error = refused(adversarial("none_value"), "data_0.ckpt")
-    assert "got None" in str(error)
-    source = adversarial("none_value", SourceOptions(key_map=parse_key_map("last=hidden_state")))
+def test_none_is_absent(adversarial):
+    source = adversarial("none_value")
     assert source.load(source.items[0]).hidden_states.shape == (17, 1, 64)
+    assert source.meaning().n_layers == 1
 
 
 def test_a_list_of_one_dict(adversarial):
-    source = adversarial(
-        "list_of_dict", SourceOptions(key_map=parse_key_map("aux=aux_hidden_states,last=hidden_state"))
-    )
+    source = adversarial("list_of_dict", "modelopt-trtllm")
     sample = source.load(source.items[0])
     assert sample.hidden_states.shape == (17, 4, 64)
     assert sample.loss_mask is None
     assert list(sample.metadata) == ["id"]
+    assert source.meaning().final_norm == "post"
 
 
 def test_a_pickled_call_is_named_and_not_executed(adversarial, refused):
@@ -166,19 +184,6 @@ def test_padding_is_not_trimmed(adversarial):
     assert len(source.load(source.items[0]).input_ids) == 287
 
 
-@pytest.mark.parametrize("name", sorted(COVERED - {"pickle_reduce_call", "both_ckpt_and_gz"}))
-def test_without_a_map_the_user_is_asked(data_dir, name):
-    """These keys are known, but what they mean is the user's to say: nothing is guessed."""
-    with pytest.raises(UsageError, match="--from pt --map"):
-        find_source(data_dir / "adversarial" / name)
-
-
 def test_hostile_files_alone_are_an_error_not_an_absence(data_dir):
     with pytest.raises(SourceError, match="not executed"):
         find_source(data_dir / "adversarial" / "pickle_reduce_call")
-
-
-def test_only_compressed_files(tmp_path):
-    (tmp_path / "data_0.ckpt.gz").write_bytes(b"\x1f\x8b")
-    with pytest.raises(NotFoundError, match="unpack it first"):
-        find_source(tmp_path)

@@ -20,53 +20,133 @@ def wide(n: int, *, batch: bool = False) -> torch.Tensor:
 
 
 IDS = {"input_ids": torch.arange(T), "loss_mask": torch.ones(T, dtype=torch.int64)}
-# What other programs write (see key_sets.py): the keys, the programs named, the map that reads them.
-CLASHES = [
-    ({"aux_hidden_state": wide(3, batch=True), "hidden_state": wide(1, batch=True)}, ["SpecForge eagle3"]),
-    ({"hidden_state": wide(1)}, ["SafeAILab/EAGLE ge_data", "SpecForge eagle3"]),
-    ({"hidden_states": wide(5, batch=True)}, ["SpecForge dflash/domino"]),
-    ({"hidden_states": wide(1)}, ["SpecForge dflash/domino", "a dump of the last state"]),
-    ({"hidden_states": wide(5, batch=True), "target_last_hidden_states": wide(1, batch=True)}, ["SpecForge dspark"]),
-    ({"hidden_states": wide(3, batch=True), "target_hiddens": wide(1, batch=True)}, ["AngelSlim eagle3"]),
-    ({"hidden_states": wide(1), "aux_hidden_states": wide(3)}, ["ModelOpt (HF or TRT-LLM)", "ModelOpt (vLLM)"]),
-    ({"hidden_states": wide(3), "last_hidden_states": wide(1)}, ["verl-SpeCo"]),
-    ({"target_hidden_states": wide(3), "target_last_hidden_states": wide(1)}, ["DeepSpec"]),
-    ({"some_states": wide(3)}, ["no program known here"]),
+BATCHED = {key: value[None] for key, value in IDS.items()}
+MODELOPT = {"hidden_states": wide(1), "aux_hidden_states": wide(3), "conversation_id": "c"}
+# What programs write: the file's name, the dict, the source.
+KNOWN = {
+    "specforge-eagle3": (
+        "data_0.ckpt",
+        IDS,
+        {"aux_hidden_state": wide(3, batch=True), "hidden_state": wide(1, batch=True)},
+    ),
+    "specforge-eagle3 with None": ("data_0.ckpt", IDS, {"aux_hidden_state": None, "hidden_state": wide(1, batch=True)}),
+    "specforge-eagle3 without aux": ("data_0.ckpt", IDS, {"hidden_state": wide(1, batch=True)}),
+    "specforge-dflash": ("rows_0-2000/data_0.ckpt", IDS, {"hidden_states": wide(5, batch=True)}),
+    "specforge-dspark": (
+        "data_0.ckpt",
+        IDS,
+        {"hidden_states": wide(5, batch=True), "target_last_hidden_states": wide(1, batch=True)},
+    ),
+    "eagle-ge": ("0/data_0.ckpt", IDS, {"hidden_state": wide(1)}),
+    "modelopt-trtllm": (
+        "dp_0_1.pt",
+        {"input_ids": IDS["input_ids"], "id": "1"},
+        {"hidden_state": wide(1), "aux_hidden_states": wide(3)},
+    ),
+    "modelopt-vllm": (
+        "conv.pt",
+        IDS,
+        dict(zip(("aux_hidden_states", "hidden_states"), wide(4).split([3 * H, H], dim=1), strict=True)),
+    ),
+    "angelslim-eagle3": (
+        "rank_0/rows_0-5000/data_0.ckpt",
+        BATCHED,
+        {"hidden_states": wide(3, batch=True), "target_hiddens": wide(1, batch=True)},
+    ),
+    "angelslim-dflash": (
+        "sample_00000000_rank0.ckpt",
+        BATCHED,
+        {"hidden_states": wide(5, batch=True), "attention_mask": torch.ones(1, T)},
+    ),
+}
+# What several programs write: the candidates.
+SHARED = {
+    ("specforge-eagle3",): IDS | {"aux_hidden_state": wide(3), "hidden_state": wide(1)},
+    ("modelopt-hf", "modelopt-vllm"): IDS | MODELOPT,
+    ("modelopt-hf", "modelopt-vllm", "modelopt-trtllm"): {"input_ids": IDS["input_ids"]} | MODELOPT,
+    ("specforge-dflash",): IDS | {"hidden_states": wide(5, batch=True)},
+    ("angelslim-dflash",): BATCHED | {"hidden_states": wide(5, batch=True)},
+}
+# What no source of its own reads: the program that is named, and a map that reads it.
+OTHERS = [
+    ({"hidden_states": wide(1)}, "a dump of the last state"),
+    ({"hidden_states": wide(3), "last_hidden_states": wide(1)}, "verl-SpeCo"),
+    ({"target_hidden_states": wide(3), "target_last_hidden_states": wide(1)}, "DeepSpec"),
+    ({"some_states": wide(3)}, "no program known here"),
 ]
 
 
-@pytest.mark.parametrize(("states", "programs"), CLASHES, ids=["+".join(sorted(states)) for states, _ in CLASHES])
-def test_keys_with_several_meanings_are_asked_about(tmp_path, states, programs):
+@pytest.mark.parametrize("name", KNOWN)
+def test_key_sets_that_one_program_writes(tmp_path, name):
+    path, ids, states = KNOWN[name]
+    (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+    torch.save(ids | states, tmp_path / path)
+    source = find_source(tmp_path, options=SourceOptions(hidden_size=H))
+    assert source.name == name.partition(" ")[0]
+    widths = sum(value.shape[-1] for key, value in states.items() if "hidden" in key and value is not None)
+    assert source.load(source.items[0]).hidden_states.shape == (T, widths // H, H)
+    # The same by name, in a folder where the files' names say nothing.
+    torch.save(ids | states, tmp_path / "x.pt")
+    (tmp_path / path).unlink()
+    assert find_source(tmp_path, source.name, options=SourceOptions(hidden_size=H)).meaning() == source.meaning()
+
+
+@pytest.mark.parametrize("names", SHARED, ids="+".join)
+def test_key_sets_of_several_programs_are_asked_about(tmp_path, names):
+    torch.save(SHARED[names], tmp_path / "x.pt")
+    with pytest.raises(UsageError) as info:
+        find_source(tmp_path)
+    lines = str(info.value).splitlines()
+    assert len(lines) == len(info.value.problems)
+    for name in names:
+        (line,) = [line for line in lines if line.startswith(f"to read as {name}: ")]
+        assert f"--from {name} --layer-ids" in line
+        assert "x.pt with " in line
+        for key, value in SHARED[names].items():
+            assert f"{key} {list(value.shape) if isinstance(value, torch.Tensor) else 'str'}" in line
+        source = find_source(tmp_path, name, options=SourceOptions(hidden_size=H))
+        assert source.load(source.items[0]).hidden_states.shape[::2] == (T, H)
+    alone = "hidden_states" in SHARED[names] and "aux_hidden_states" not in SHARED[names]
+    assert ("--from pt --map hidden_states=hidden_states" in str(info.value)) == alone
+    assert ("--from pt --map aux=KEY,last=KEY" in str(info.value)) == (not alone)
+
+
+@pytest.mark.parametrize(("states", "program"), OTHERS, ids=["+".join(sorted(states)) for states, _ in OTHERS])
+def test_keys_without_a_source_are_asked_about(tmp_path, states, program):
     torch.save(IDS | states, tmp_path / "data_0.ckpt")
     with pytest.raises(UsageError) as info:
         find_source(tmp_path)
     text = str(info.value)
     assert "\n" not in "".join(f"{problem.where}{problem.expected}{problem.got}" for problem in info.value.problems)
-    for program in programs:
-        assert program in text
-    assert "--from pt --map" in text
+    assert program in text
     # A dump of all layers in one entry is no program's own, but anyone's.
     key = next(iter(states)) if len(states) == 1 else "KEY"
     assert f"to read one entry as all layers: expected --from pt --map hidden_states={key}" in text
-    assert "--hidden-size N" in text
-    assert "--layer-ids" in text
-    assert "--final-norm" in text
+    for words in ("--hidden-size N", "--layer-ids", "--final-norm"):
+        assert words in text
     for key, value in states.items():
         assert f"{key} {list(value.shape)}" in text
 
 
 @pytest.mark.parametrize(
-    ("states", "programs"), CLASHES[:-1], ids=["+".join(sorted(states)) for states, _ in CLASHES[:-1]]
+    ("states", "program"), OTHERS[:-1], ids=["+".join(sorted(states)) for states, _ in OTHERS[:-1]]
 )
-def test_the_suggested_command_reads_them(tmp_path, states, programs):
+def test_the_suggested_command_reads_them(tmp_path, states, program):
     torch.save(IDS | states, tmp_path / "data_0.ckpt")
-    with pytest.raises(UsageError) as info:
+    with pytest.raises(UsageError, match=program) as info:
         find_source(tmp_path)
     key_map = str(info.value).partition("--map ")[2].partition(" ")[0]
     source = find_source(tmp_path, "pt", options=SourceOptions(key_map=parse_key_map(key_map), hidden_size=H))
     n_layers = source.load(source.items[0]).hidden_states.shape[1]
-    if key_map != "last=hidden_state":
-        assert n_layers == sum(value.shape[-1] for value in states.values()) // H
+    assert n_layers == sum(value.shape[-1] for value in states.values()) // H
+
+
+def test_generic_sources_step_back(tmp_path):
+    """A shape that shows the layers is a generic dump only where no program is known to write it."""
+    torch.save(IDS | {"hidden_states": [torch.zeros(T, H)] * 4}, tmp_path / "data_0.pt")
+    assert find_source(tmp_path).name == "pt"
+    (tmp_path / "data_config.json").write_text('{"hidden_states": {"layer_ids": [2, 4, 5, 7]}}')
+    assert find_source(tmp_path).name == "speculators-pt"
 
 
 @pytest.mark.parametrize(
@@ -110,13 +190,13 @@ def test_two_sources_in_one_folder(tmp_path, save_safetensors):
 
 def test_other_safetensors_files(tmp_path, save_safetensors):
     save_safetensors(tmp_path / "model.safetensors", {"weight": np.zeros(3, np.float32)})
-    with pytest.raises(SourceError, match="got weight"):
+    with pytest.raises(UsageError, match=r"model\.safetensors with weight \[3\]"):
         find_source(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["specforge", "", "VLLM"])
 def test_unknown_names(tmp_path, name):
-    with pytest.raises(UsageError, match="one of vllm, speculators, speculators-pt, pt"):
+    with pytest.raises(UsageError, match="one of vllm, speculators, speculators-pt, specforge-eagle3"):
         find_source(tmp_path, name)
 
 
@@ -193,11 +273,6 @@ def test_stem(path, expected):
 def test_states_in_a_dict(tmp_path):
     record = IDS | {"hidden_states": {layer: torch.zeros(T, H) for layer in (2, 5)}}
     torch.save(record, tmp_path / "x.pt")
-    with pytest.raises(UsageError, match=r"x\.pt\[hidden_states\]: .* save a list of \[token, hidden\]"):
-        find_source(tmp_path)
-    with pytest.raises(UsageError) as info:
-        find_source(tmp_path)
-    assert "--map" not in str(info.value)
     with pytest.raises(SourceError, match=r"got dict with the keys 2, 5 — save the layers as a list"):
         find_source(tmp_path, "pt").meaning()
 

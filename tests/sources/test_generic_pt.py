@@ -319,7 +319,7 @@ def test_extensions_and_ids(dump, tmp_path, accounted_for, refused):
     (tmp_path / "deep").mkdir()
     torch.save(GOOD, tmp_path / "deep" / "a.b.ckpt")
     torch.save(GOOD, tmp_path / "sample_3.pth")
-    for name in ("notes.txt", ".hidden.pt", "optimizer.pt", "rng_state_0.pth", "token_freq.pt", "x.pt.tmp", "y.pt.gz"):
+    for name in ("notes.txt", ".hidden.pt", "optimizer.pt", "rng_state_0.pth", "token_freq.pt", "x.pt.tmp", "y.pt.xz"):
         (tmp_path / name).touch()
     source = dump()
     accounted_for(source)
@@ -330,7 +330,7 @@ def test_extensions_and_ids(dump, tmp_path, accounted_for, refused):
         "optimizer.pt",
         "rng_state_0.pth",
         "x.pt.tmp",
-        "y.pt.gz",
+        "y.pt.xz",
     }
     refused(source, "sample_3.pt")
     refused(source, "sample_3.pth")

@@ -286,3 +286,17 @@ def test_mixed_fp8_and_bfloat16(copy_of, data_dir, refused):
     shutil.copyfile(data_dir / "speculators" / "0.9.0_fp8" / name, root / name)
     error = refused(find_source(root), name)
     assert [problem.got for problem in error.problems] == ["float8_e4m3fn states", "a scale for each token"]
+
+
+def test_strings_of_a_header_are_kept(copy_of):
+    root = copy_of("speculators/0.6.0")
+    path = root / "hidden_states" / "hs_3.safetensors"
+    before = find_source(root).load(find_source(root).items[3])
+    data = path.read_bytes()
+    (size,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + size]) | {"__metadata__": {"prompt": "hello", "row": "x"}}
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + size :])
+    sample = find_source(root).load(find_source(root).items[3])
+    assert sample.metadata == before.metadata | {"prompt": "hello", "__metadata__": {"row": "x"}}
+    assert sample.hidden_states.tobytes() == before.hidden_states.tobytes()

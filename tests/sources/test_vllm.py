@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 
 from hsfmt.errors import NotFoundError, SourceError
-from hsfmt.readers.sources import AbsentSampleError, SourceOptions, find_source, hole_reason, settle_layers
+from hsfmt.readers.sources import (
+    AbsentSampleError,
+    SourceOptions,
+    find_source,
+    hole_reason,
+    parse_key_map,
+    settle_layers,
+)
 
 STATES = np.ones((3, 2, 4), dtype=ml_dtypes.bfloat16)
 IDS = np.array([5, 6, 7])
@@ -350,3 +357,33 @@ def test_a_named_source_without_its_files(tmp_path):
     (tmp_path / "x.txt").touch()
     with pytest.raises(NotFoundError, match="the source 'vllm' reads"):
         find_source(tmp_path, "vllm")
+
+
+def test_strings_of_the_header_are_kept(tmp_path, save_safetensors):
+    tensors = {"hidden_states": STATES, "token_ids": IDS}
+    save_safetensors(tmp_path / "a.safetensors", tensors, entries={"__metadata__": {"prompt": "hello", "turn": "3"}})
+    save_safetensors(tmp_path / "b.safetensors", tensors)
+    source = find_source(tmp_path)
+    assert source.name == "vllm"
+    assert [source.load(item).metadata for item in source.items] == [{"prompt": "hello", "turn": "3"}, {}]
+    options = SourceOptions(key_map=parse_key_map("ignore=turn"))
+    source = find_source(tmp_path, "vllm", options=options)
+    assert source.load(source.items[0]).metadata == {"prompt": "hello"}
+
+
+@pytest.mark.parametrize(("said", "kept"), [("9", {}), ("8", {"__metadata__": {"request_id": "8"}})])
+def test_strings_of_the_header_beside_the_outputs(tmp_path, save_safetensors, said, kept):
+    path = tmp_path / "req.safetensors"
+    strings = {"prompt": "hello", "request_id": said}
+    tensors = {"hidden_states": STATES, "token_ids": IDS}
+    save_safetensors(path, tensors, entries={"__metadata__": strings})
+    outputs = [
+        {
+            "request_id": "9",
+            "prompt_token_ids": IDS.tolist(),
+            "kv_transfer_params": {"hidden_states_path": str(path)},
+        }
+    ]
+    (tmp_path / "outputs.json").write_text(json.dumps(outputs))
+    source = find_source(tmp_path)
+    assert source.load(source.items[0]).metadata == {"prompt": "hello", "request_id": "9"} | kept

@@ -1,0 +1,1 @@
+"""A conversion: from a folder of another program to committed parts."""

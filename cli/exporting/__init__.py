@@ -1,0 +1,1 @@
+"""An export: from a snapshot to the files of another program."""

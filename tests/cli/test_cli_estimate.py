@@ -1,0 +1,175 @@
+"""`hsfmt estimate` and convert's own estimate, held to the bytes that a conversion then stores."""
+
+import json
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hsfmt.readers.sources import find_source
+from hsfmt.storage.local import LocalStore
+
+LAYERS = "2,4,5,8"
+GIB = 1 << 30
+
+
+def stored_nbytes(dataset: Path) -> int:
+    return sum(path.stat().st_size for path in dataset.rglob("*") if path.is_file())
+
+
+def write_connector_file(path: Path, ids: np.ndarray, states: np.ndarray) -> None:
+    """Write the two keys of vLLM's connector as a safetensors file of bfloat16 states."""
+    blobs = {"hidden_states": ("BF16", states), "token_ids": ("I64", ids)}
+    header, offset = {}, 0
+    for name, (dtype, array) in blobs.items():
+        end = offset + array.nbytes
+        header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header).encode()
+    data = b"".join(np.ascontiguousarray(array).view(np.uint8).tobytes() for _, array in blobs.values())
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+@pytest.fixture(scope="module")
+def large(vllm, tmp_path_factory) -> Path:
+    """Real states, 40 times: in each copy the channels lie in another order, so that no text is there twice."""
+    folder = tmp_path_factory.mktemp("large")
+    source = find_source(vllm)
+    real = [source.load(item) for item in source.items]
+    rng = np.random.default_rng(0)
+    for copy in range(40):
+        channels = rng.permutation(128)
+        for number in rng.permutation(len(real)):
+            sample = real[number]
+            path = folder / f"copy{copy}-{number}.safetensors"
+            write_connector_file(path, sample.input_ids, sample.hidden_states[:, :, channels])
+    return folder
+
+
+def test_the_shape_of_a_real_run(hsfmt):
+    facts = hsfmt.json(
+        "estimate", "--samples", 10_000, "--tokens", 17_300_000, "--hidden", 7168, "--layers", 4, "--ratio", 1.46
+    )
+    assert facts["states_nbytes"] / GIB == pytest.approx(924, abs=1)
+    assert facts["stored_nbytes"] / GIB == pytest.approx(633, abs=1)
+    assert (facts["samples"], facts["tokens"], facts["parts"]) == (10_000, 17_300_000, 29)
+    assert facts["files"] < 700
+    assert facts["free_nbytes"] is None
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float8_e4m3fn"])
+def test_dtypes(hsfmt, dtype):
+    given = ("--samples", 3, "--tokens", 300, "--hidden", 64, "--layers", 2, "--codec", "none", "--dtype", dtype)
+    facts = hsfmt.json("estimate", *given)
+    itemsize = {"float32": 4, "float8_e4m3fn": 1}.get(dtype, 2)
+    assert facts["states_nbytes"] == 300 * 2 * 64 * itemsize
+    assert facts["ratio"] == 1
+
+
+def test_lengths_from_a_file(hsfmt, tmp_path):
+    (tmp_path / "lengths").write_text("10\n20\n\n30\n")
+    shape = ("--hidden", 64, "--layers", 2)
+    facts = hsfmt.json("estimate", "--lengths", tmp_path / "lengths", *shape)
+    assert (facts["samples"], facts["tokens"]) == (3, 60)
+    for bad in ("10\nx\n", "0\n", "-3\n", "", "99999999999\n"):
+        (tmp_path / "lengths").write_text(bad)
+        assert "a number a line" in hsfmt("estimate", "--lengths", tmp_path / "lengths", *shape, code=2).stderr
+    hsfmt("estimate", "--lengths", tmp_path / "none", *shape, code=3)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        (),
+        ("--samples", 3),
+        ("--samples", 3, "--tokens", 2, "--hidden", 4, "--layers", 1),
+        ("--samples", 3, "--tokens", 30, "--hidden", 4, "--layers", 1, "--measure"),
+        ("--samples", 3, "--tokens", 30, "--hidden", 4, "--layers", 1, "--from", "vllm"),
+        ("SRC", "--samples", 3),
+        ("SRC", "--layers", 3),
+        ("SRC", "--measure", "--ratio", 2),
+    ],
+    ids=str,
+)
+def test_contradictions_are_refused(hsfmt, vllm, args):
+    hsfmt("estimate", *[vllm if arg == "SRC" else arg for arg in args], code=2)
+
+
+def test_no_room(hsfmt, tmp_path, monkeypatch):
+    monkeypatch.setattr(LocalStore, "free_nbytes", lambda _: 1000)
+    shape = ("--samples", 3, "--tokens", 300, "--hidden", 64, "--layers", 2, "--dst", tmp_path / "d")
+    result = hsfmt("estimate", *shape, code=3)
+    assert "NOT ENOUGH" in result.stdout
+    assert "--force" not in result.stderr
+    document = hsfmt.json("estimate", *shape, code=3)
+    assert (document["fits"], document["free_nbytes"], document["exit_code"]) == (False, 1000, 3)
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(LocalStore, "free_nbytes", lambda _: 1 << 40)
+    assert hsfmt.json("estimate", *shape)["fits"] is True
+
+
+def test_without_a_codec_only_the_producer_is_unknown(hsfmt, vllm, tmp_path):
+    facts = hsfmt.json("estimate", vllm, "--codec", "none")
+    report = hsfmt.json("convert", vllm, tmp_path / "d", "--layer-ids", LAYERS, "--codec", "none")
+    stored = stored_nbytes(tmp_path / "d")
+    assert facts["exact_lengths"]
+    assert facts["states_nbytes"] == report["written"]["raw_nbytes"]
+    assert abs(facts["stored_nbytes"] - stored) < 1000
+    assert facts["files"] == sum(path.is_file() for path in (tmp_path / "d").rglob("*"))
+
+
+@pytest.mark.parametrize("places", [2, 12])
+def test_a_measured_ratio_is_within_two_percent(hsfmt, large, tmp_path, monkeypatch, places):
+    """Of real states, where these have some chunks and the small files do not count; not all of them are read."""
+    from hsfmt.cli import measured_ratio
+
+    monkeypatch.setattr(measured_ratio, "_PLACES", places)
+    facts = hsfmt.json("estimate", large, "--measure")
+    assert facts["measured"]["n_chunks"] == 4 * min(places, 5)
+    assert facts["measured"]["n_samples"] < 320 or places == 12
+    hsfmt("convert", large, tmp_path / "d", "--layer-ids", LAYERS, "-q")
+    assert facts["stored_nbytes"] == pytest.approx(stored_nbytes(tmp_path / "d"), rel=0.02)
+
+
+def test_converts_own_estimate_uses_the_same_arithmetic(hsfmt, large, tmp_path):
+    plain = hsfmt.json("convert", large, tmp_path / "d", "--layer-ids", LAYERS, "--codec", "none", "--dry-run")
+    facts = hsfmt.json("estimate", large, "--codec", "none")
+    assert plain["estimate"]["stored_nbytes"] == facts["stored_nbytes"]
+    assert plain["estimate"]["size"]["files"] == facts["files"]
+    hsfmt("convert", large, tmp_path / "d", "--layer-ids", LAYERS, "--codec", "none", "-q")
+    assert facts["stored_nbytes"] == pytest.approx(stored_nbytes(tmp_path / "d"), rel=0.001)
+
+
+REAL = ["vllm/vllm032_bf16_prompt", "speculators/0.9.0", "speculators/0.9.0_fp8", "deepspec/target_cache"]
+REAL_TORCH = [
+    "specforge/v020_eagle3_bs1",
+    "specforge/v020_eagle3_gz",
+    "modelopt/vllm_dump",
+    "angelslim/eagle3",
+    "eagle_ge",
+]
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+@pytest.mark.parametrize("folder", [*REAL, *(pytest.param(name, marks=pytest.mark.torch) for name in REAL_TORCH)])
+def test_real_folders_are_measured_within_two_percent(hsfmt, data_dir, tmp_path, folder, codec):
+    """Small as they are; how many bytes a token takes in torch's files and in compressed ones, reading some tells."""
+    facts = hsfmt.json("estimate", data_dir / folder, "--measure", "--codec", codec)
+    layers = "8" if folder == "eagle_ge" else LAYERS
+    report = hsfmt.json("convert", data_dir / folder, tmp_path / "d", "--layer-ids", layers, "--codec", codec)
+    assert facts["tokens"] == pytest.approx(report["written"]["tokens"], rel=0.005)
+    assert facts["stored_nbytes"] == pytest.approx(stored_nbytes(tmp_path / "d"), rel=0.02)
+
+
+def test_a_damaged_file_is_left_out(hsfmt, vllm, tmp_path):
+    import shutil
+
+    source = Path(shutil.copytree(vllm, tmp_path / "source"))
+    longest = max(source.glob("*.safetensors"), key=lambda path: path.stat().st_size)
+    longest.write_bytes(longest.read_bytes()[:-9])
+    facts = hsfmt.json("estimate", source, "--measure")
+    assert facts["tokens"] == 537 - 301
+    assert facts["measured"]["n_samples"] == 7
+    text = hsfmt("estimate", source, "--measure").stdout
+    assert "measured on 4 chunks of 7 samples" in text
