@@ -6,12 +6,25 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import pytest
 
 from hsfmt import DatasetWriter
+from hsfmt.writers.targets.registry import TARGET_NAMES
 
 LAYERS, HIDDEN = (1, 2, 5), 16
 NATIVE = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn)}
 SCALING = {"column": "hidden_states_scale", "rule": "bfloat16_product"}
+
+WITHOUT_TORCH = ("safetensors", "npz", "zarr", "vllm", "speculators", "speculators-fp8", "deepspec")
+
+
+def for_target(name: str, *values: Any) -> Any:
+    """Parameters of a test that exports to a target, marked where that needs torch."""
+    return pytest.param(name, *values, marks=[] if name in WITHOUT_TORCH else pytest.mark.torch)
+
+
+def every_target() -> list[Any]:
+    return [for_target(name) for name in TARGET_NAMES]
 
 
 def native(name: str) -> np.dtype:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorstore
 import zarr
-from export_sources import HIDDEN, LAYERS, NATIVE, journal_of, make_dataset, native, tree, values
+from export_sources import HIDDEN, LAYERS, NATIVE, every_target, journal_of, make_dataset, native, tree, values
 from safetensors import safe_open
 
 from hsfmt import DatasetWriter, attachments, seal
@@ -281,7 +281,7 @@ def test_what_a_format_drops_is_listed_and_refused_under_strict(hsfmt, source, t
     hsfmt("export", source, tmp_path / "whole", "--to", "npz", "--strict")
 
 
-@pytest.mark.parametrize("name", TARGET_NAMES)
+@pytest.mark.parametrize("name", every_target())
 def test_attachments_without_a_place_are_listed_and_refused_under_strict(hsfmt, tmp_path, name):
     """None of the formats has a place for an array of this name."""
     pre = name in ("vllm", "speculators", "speculators-fp8", "speculators-pt")

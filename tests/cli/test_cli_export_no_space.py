@@ -5,6 +5,7 @@ import resource
 import ml_dtypes
 import numpy as np
 import pytest
+from export_sources import for_target
 
 from hsfmt import DatasetWriter, seal
 from hsfmt.writers.targets.registry import TARGET_NAMES
@@ -38,7 +39,7 @@ WORDS = {
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [(name, words) for name in TARGET_NAMES for words in WORDS.get(name, [()])], ids=str
+    ("name", "words"), [for_target(name, words) for name in TARGET_NAMES for words in WORDS.get(name, [()])], ids=str
 )
 def test_every_target_ends_with_the_storages_error(hsfmt, tmp_path, small_files, name, words):
     make(tmp_path / "d", name)
@@ -51,6 +52,7 @@ def test_every_target_ends_with_the_storages_error(hsfmt, tmp_path, small_files,
     assert not list((tmp_path / "out").rglob(".hsfmt-*"))
 
 
+@pytest.mark.torch
 def test_the_counts_of_a_vocabulary(hsfmt, tmp_path, small_files):
     make(tmp_path / "d", "speculators", n_tokens=1)
     seal(tmp_path / "d", attachments={"token_freq": np.ones(20_000, np.int64)})
@@ -60,7 +62,7 @@ def test_the_counts_of_a_vocabulary(hsfmt, tmp_path, small_files):
     assert document["counts"]["written"] == 1
 
 
-@pytest.mark.parametrize("suffix", ["pt", "npz", "safetensors"])
+@pytest.mark.parametrize("suffix", [pytest.param("pt", marks=pytest.mark.torch), "npz", "safetensors"])
 def test_cat(hsfmt, tmp_path, small_files, suffix):
     make(tmp_path / "d", "safetensors")
     small_files()

@@ -2,19 +2,14 @@
 
 import numpy as np
 import pytest
-from export_sources import journal_of, native, tree
+from export_sources import every_target, journal_of, native, tree
 
 from hsfmt import DatasetWriter
 from hsfmt.cli.exporting.journal import read_journal
-from hsfmt.writers.targets.registry import TARGET_NAMES, target_class
+from hsfmt.writers.targets.registry import target_class
 
-WITHOUT_TORCH = ("safetensors", "npz", "zarr", "vllm", "speculators", "speculators-fp8", "deepspec")
 MORE = {"speculators-fp8": ["--cast", "float8_e4m3fn"], "specforge-dflash": ["--layers", "2,3,5"]}
 MORE["eagle-ge"] = ["--layers", "8"]
-
-
-def every_target():
-    return [pytest.param(name, marks=[] if name in WITHOUT_TORCH else pytest.mark.torch) for name in TARGET_NAMES]
 
 
 @pytest.fixture
