@@ -56,7 +56,7 @@ def results(repo_root, datasets, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def many_results(repo_root, datasets, tmp_path_factory):
-    return kill(repo_root, datasets, tmp_path_factory.mktemp("killed"), 30)
+    return kill(repo_root, datasets, tmp_path_factory.mktemp("killed"), 12)
 
 
 def check(result, n_moments):
@@ -74,5 +74,5 @@ def test_killed_at_five_moments(results, target):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", KILLED)
-def test_killed_at_thirty_moments(many_results, target):
-    check(many_results[target], 30)
+def test_killed_at_twelve_moments(many_results, target):
+    check(many_results[target], 12)
