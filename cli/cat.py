@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from hsfmt.storage import open_store
 from hsfmt.writers.sample_files import SUFFIXES, FileTensor, file_name, write_sample_file
 
 _FORMATS = tuple(suffix[1:] for suffix in SUFFIXES)
+_DIGITS = 20  # no number of a sample has so many
 
 
 @click.command()
@@ -54,7 +56,7 @@ def command(  # noqa: PLR0913  each is an option of its own
         raise click.UsageError("name one sample: by its ID, or by --index N")
     store = open_store(url)
     reader = SampleReader(store, snapshot=snapshot_to_read(store, snapshot))
-    number = reader.index_of(sample_id) if sample_id is not None else _number(index or 0, len(reader))
+    number = _by_id(reader, sample_id) if sample_id is not None else _number(index or 0, len(reader))
     sample = reader.read(number, layers=layers)
     part, row = reader.locate(number)
     kept = layers or reader.header.layers
@@ -71,6 +73,17 @@ def command(  # noqa: PLR0913  each is an option of its own
     nbytes = write_sample_file(target, tensors, attributes, overwrite=force)
     facts: dict[str, Any] = {"id": sample.sample_id, "index": number, "nbytes": nbytes, "path": str(target)}
     click.echo(dumps(facts) if as_json else f"{target}: {units.nbytes(nbytes)}")
+
+
+def _by_id(reader: SampleReader, sample_id: str) -> int:
+    try:
+        return reader.index_of(sample_id)
+    except SampleNotFoundError as error:
+        if not (sample_id.isdecimal() and len(sample_id) < _DIGITS and int(sample_id) < len(reader)):
+            raise
+        (problem,) = error.problems
+        remedy = f"--index {sample_id} is the sample of that number; {problem.remedy}"
+        raise SampleNotFoundError([replace(problem, remedy=remedy)]) from error
 
 
 def _number(index: int, n: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from hsfmt.cli import units
 from hsfmt.cli.converting import run as conversion
@@ -15,14 +16,26 @@ from hsfmt.cli.failures import dumps, exit_code, show
 from hsfmt.cli.options import json_option, layer_ids, quiet_option, size, workers_option
 from hsfmt.cli.termination import sigterm_interrupts
 from hsfmt.codecs import CODECS
-from hsfmt.errors import SourceError
+from hsfmt.errors import SourceError, UsageError
 from hsfmt.header import NORMS
 from hsfmt.readers.sources import SOURCE_NAMES, SourceOptions, parse_key_map
+
+_BARE_NBYTES = 1 << 20
+_MOST_GIB = 256
 
 
 def size_or_none(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
     """Return bytes as `size` does, None where the option was not given."""
     return None if value is None else size(ctx, param, value)
+
+
+def part_size_or_none(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    """Return bytes as `size_or_none` does; a small number without a unit, which nobody means, is refused."""
+    n = size_or_none(ctx, param, value)
+    if value is not None and n is not None and n < _BARE_NBYTES and not value.strip()[-1].isalpha():
+        unit = "GiB" if n <= _MOST_GIB else "MiB"
+        raise click.BadParameter(f"{value} is {n} bytes: did you mean {n}{unit}? Say {n}B for bytes", ctx, param)
+    return n
 
 
 @click.command()
@@ -41,7 +54,13 @@ def size_or_none(ctx: click.Context, param: click.Parameter, value: str | None) 
 )
 @click.option("--model", metavar="NAME", help="Model that made the states.")
 @click.option("--tokenizer", metavar="NAME", help="Tokenizer of the token ids.")
-@click.option("--map", "key_map", metavar="ROLE=KEY", multiple=True, help="Where the tensors are, for --from pt.")
+@click.option(
+    "--map",
+    "key_map",
+    metavar="ROLE=KEY",
+    multiple=True,
+    help="Where the tensors are, for pt, safetensors, npz, transformers, saelens; most others take ignore=KEY alone.",
+)
 @click.option("--hidden-size", type=click.IntRange(1), metavar="N", help="Width of one state, to split [T, L*H].")
 @click.option("--model-config", metavar="PATH", help="The model's config.json, to tell its number of layers.")
 @click.option("--loss-weights", is_flag=True, help="Keep loss masks that hold weights, as the column loss_weight.")
@@ -53,8 +72,8 @@ def size_or_none(ctx: click.Context, param: click.Parameter, value: str | None) 
     "--part-size",
     "part_nbytes",
     metavar="SIZE",
-    callback=size_or_none,
-    help="Raw bytes of a part. [default: 32GiB; 4GiB with --delete-source]",
+    callback=part_size_or_none,
+    help="Raw bytes of a part, with a unit. [default: 32GiB; 4GiB with --delete-source]",
 )
 @workers_option("Processes that convert.")
 @click.option(
@@ -76,7 +95,7 @@ def size_or_none(ctx: click.Context, param: click.Parameter, value: str | None) 
     default=0,
     show_default=True,
     metavar="ID",
-    help="Token id of padding, where the source has no attention mask.",
+    help="Token id of padding for --trim-padding, where the source has no attention mask.",
 )
 @click.option(
     "--min-loss-tokens",
@@ -137,6 +156,9 @@ def command(
         model_config=model_config,
         loss_weights=request.pop("loss_weights"),
     )
+    if not request["trim_padding"] and ctx.get_parameter_source("pad_id") is ParameterSource.COMMANDLINE:
+        remedy = "it goes with --trim-padding, and changes nothing by itself"
+        raise UsageError.at("--pad-id", expected="--trim-padding beside it", got="none", remedy=remedy)
     reshaping = Reshaping(**{name: request.pop(name) for name in RESHAPING_OPTIONS})
     asked = Request(options=options, reshaping=reshaping, command=("hsfmt", *(ctx.find_root().obj or ())), **request)
     with sigterm_interrupts():

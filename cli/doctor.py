@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -18,7 +19,7 @@ from hsfmt.cli.options import json_option, layer_ids, quiet_option
 from hsfmt.cli.progress import open_progress
 from hsfmt.cli.single_file import SingleFile, look_into
 from hsfmt.cli.termination import sigterm_interrupts
-from hsfmt.errors import HsfmtError, Problem, SourceError, UsageError
+from hsfmt.errors import HsfmtError, NotFoundError, Problem, SourceError, UsageError
 from hsfmt.header import NORMS
 from hsfmt.readers.sources import (
     SOURCE_NAMES,
@@ -36,6 +37,10 @@ if TYPE_CHECKING:
 
 _DAMAGED = 1
 _READING = "to read "  # how problems begin that say what files may be read as
+_GENERIC = ("pt", "safetensors", "npz")  # sources whose files never fix the norm
+_EMPTIED = (
+    "if `hsfmt convert SRC DST --delete-source` emptied it, all is done when the same command with the same DST says so"
+)
 
 
 @click.command()
@@ -59,7 +64,8 @@ def command(ctx: click.Context, /, *, src: str, as_json: bool, quiet: bool, full
     layers, norm, lengths, masks, padding, damage, duplicates, holes in numbering, files that nothing reads. SRC may be
     a single file too: then what it is, and which folder to give.
 
-    Exit codes: 1 where a file is damaged, 2 where only you can say what the files are.
+    Exit codes: 0 where convert can go, or only layer ids and the like are missing; 1 for damage; 2 where the format or
+    the width must be said; 3 where nothing is there.
     """
     path = Path(src)
     with sigterm_interrupts():
@@ -68,22 +74,26 @@ def command(ctx: click.Context, /, *, src: str, as_json: bool, quiet: bool, full
         claims: dict[str, Claim] = {}
         name = given["from_"]
         guessing = name is None and not given["key_map"]
-        if guessing:
-            claims = folder_claims(path)
-            certain = [claimed for claimed, claim in claims.items() if claim.certain]
-            name = certain[0] if len(certain) == 1 else None
         try:
+            if guessing:
+                claims = folder_claims(path)
+                certain = [claimed for claimed, claim in claims.items() if claim.certain]
+                name = certain[0] if len(certain) == 1 else None
             source = find_source(src, name, options=_options(given))
+        except NotFoundError as error:
+            if not path.is_dir() or Path(error.problems[0].where) != path:
+                raise
+            raise _maybe_emptied(error) from error
         except UsageError as error:
             readings = [problem for problem in error.problems if problem.where.startswith(_READING)]
             if not guessing or not readings:
                 raise
-            ctx.exit(_report_readings(path, readings, error, as_json=as_json))
+            ctx.exit(_report_readings(path, readings, error, given, as_json=as_json))
         evidence = claims[name].evidence if name in claims else ""
         try:
             source.meaning()
         except (SourceError, UsageError) as error:
-            ctx.exit(_report_source(source, evidence, error, as_json=as_json))
+            ctx.exit(_report_source(source, evidence, error, given, as_json=as_json))
         diagnosis = _examine(source, evidence, given, full=full, shown=not (as_json or quiet))
     facts = diagnosis.facts()
     click.echo(dumps(facts | {"exit_code": _code(diagnosis.seen)}) if as_json else text(facts))
@@ -107,11 +117,15 @@ def _examine(source: Source, evidence: str, given: Mapping[str, Any], *, full: b
     if layers is None and meaning.layers is None:
         missing.append(("--layer-ids IDS", f"{meaning.n_layers} of them: {meaning.layers_from}"))
     else:
+        said = "--layer-ids" if meaning.layers is None else meaning.layers_from
         layers = settle_layers(meaning, layers)
+        meaning = replace(meaning, layers=layers, layers_from=said)
     if final_norm is None and meaning.final_norm is None:
         missing.append(("--final-norm NORM", f"pre, post or unknown: {meaning.final_norm_from}"))
     else:
+        said = "as --final-norm says" if meaning.final_norm is None else meaning.final_norm_from
         final_norm = settle_final_norm(meaning, final_norm)
+        meaning = replace(meaning, final_norm=final_norm, final_norm_from=said)
     numbers = list(range(len(source.items))) if full else spread(source.items)
     total, done = sum(source.items[number].nbytes for number in numbers), 0
     with open_progress("reading", total, shown=shown) as progress:
@@ -145,11 +159,47 @@ def _code(seen: Examination) -> int:
     return _DAMAGED if seen.is_damaged else 0
 
 
-def _report_readings(path: Path, readings: Sequence[Problem], error: UsageError, *, as_json: bool) -> int:
+def _maybe_emptied(error: NotFoundError) -> NotFoundError:
+    """Return the error about a folder with nothing to read, which a conversion may have made so."""
+    first, *others = error.problems
+    return NotFoundError([replace(first, remedy="; ".join(filter(None, (first.remedy, _EMPTIED)))), *others])
+
+
+def _as_given(options: str, given: Mapping[str, Any]) -> str:
+    """Return the options of a reading with the values that the user gave already."""
+    options, bracket, note = options.partition(" (")
+    words = iter(_words(given))
+    for word in words:
+        if word == "--loss-weights":
+            options += f" {word}"
+            continue
+        said = f"{word} {shlex.quote(next(words))}"
+        options, n = re.subn(rf"{word} \S+", said.replace("\\", r"\\"), options)
+        options += "" if n else f" {said}"
+    return options + bracket + note
+
+
+def _unsaid(source: Source, error: HsfmtError, given: Mapping[str, Any]) -> list[str]:
+    """Return the options, with placeholders, that convert needs where an error says that the width has to be said."""
+    if not (
+        isinstance(error, UsageError) and any("give --hidden-size" in problem.remedy for problem in error.problems)
+    ):
+        return []
+    options = ["--hidden-size N"] + ["--layer-ids IDS"] * (given["layers"] is None)
+    return options + ["--final-norm NORM"] * (source.name in _GENERIC and given["final_norm"] is None)
+
+
+def _report_readings(
+    path: Path, readings: Sequence[Problem], error: UsageError, given: Mapping[str, Any], *, as_json: bool
+) -> int:
     """Say between which readings only the user can choose, and with which commands."""
-    folder = shlex.quote(str(path))
+    start = f"hsfmt convert {shlex.quote(str(path))} DST"
     candidates = [
-        {"command": f"hsfmt convert {folder} DST {problem.expected}", "evidence": problem.remedy, "what": problem.where}
+        {
+            "command": f"{start} {_as_given(problem.expected, given)}",
+            "evidence": problem.remedy,
+            "what": problem.where,
+        }
         for problem in readings
     ]
     code = exit_code(error)
@@ -167,11 +217,14 @@ def _report_readings(path: Path, readings: Sequence[Problem], error: UsageError,
     return code
 
 
-def _report_source(source: Source, evidence: str, error: HsfmtError, *, as_json: bool) -> int:
+def _report_source(source: Source, evidence: str, error: HsfmtError, given: Mapping[str, Any], *, as_json: bool) -> int:
     """Say what is known of a folder whose states are not understood: something has to be said, or all is damaged."""
-    code = exit_code(error)
+    code, unsaid = exit_code(error), _unsaid(source, error, given)
+    words = ["hsfmt", "convert", str(source.root), "DST", "--from", source.name, *_words(given)]
+    following = " ".join([*map(shlex.quote, words), *unsaid]) if unsaid else None
     listed = [asdict(item.problem) for item in source.items if item.problem is not None]
     facts = {
+        "command": following,
         "evidence": evidence,
         "items": len(source.items),
         "notes": source.notes,
@@ -186,11 +239,14 @@ def _report_source(source: Source, evidence: str, error: HsfmtError, *, as_json:
         rows = [
             ("format", source.summary),
             ("found by", shortened(evidence) or "--from"),
-            ("samples", f"{len(source.items):,}, {len(listed):,} of them unreadable by what listing them shows"),
-            ("not read", units.counted(len(source.strays), "file")),
+            ("samples", f"{len(source.items):,}"),
+            ("unreadable", f"{len(listed):,} of them, by what listing them shows" if listed else ""),
+            ("not read", units.counted(len(source.strays), "file") if source.strays else ""),
             ("states", "not understood, see below"),
         ]
-        click.echo(f"{source.root}: {source.name}\n{units.aligned(rows, '  ')}")
+        click.echo(f"{source.root}: {source.name}\n{units.aligned([row for row in rows if row[1]], '  ')}")
+        if following:
+            click.echo(f"\n  {one_line(following)}")
     show(error)
     return code
 

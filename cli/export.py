@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from typing import Any
 
 import click
@@ -17,11 +18,34 @@ from hsfmt.cli.options import json_option, layer_ids, quiet_option, snapshot_opt
 from hsfmt.cli.termination import sigterm_interrupts
 from hsfmt.writers.targets.registry import TARGET_NAMES
 
+# Said here, since help imports no target.
+_OPTION_NAMES = (
+    "Settings for --option, by format: zarr: codec, patterns, chunk_tokens, shard_tokens; speculators and "
+    "speculators-fp8: loss_mask; speculators-pt: aux; specforge-eagle3: rows, compression, aux; specforge-dflash and "
+    "specforge-dspark: rows, compression, sparse_masks; angelslim-eagle3: rows, aux; deepspec: shard_size, "
+    "target_model; the others: none."
+)
 
-@click.command()
+
+class TargetName(click.Choice):  # type: ignore[type-arg] # click 8.1 has no parameter for it
+    """A format's name; names that are like an unknown one are said."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the name, or fail as click does and with the close names."""
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter as error:
+            word = str(value).lower()
+            close = [name for name in TARGET_NAMES if name.startswith(word)] or get_close_matches(word, TARGET_NAMES)
+            if close:
+                self.fail(f"{error.message} Did you mean {', '.join(close)}?", param, ctx)
+            raise
+
+
+@click.command(epilog=_OPTION_NAMES)
 @click.argument("url")
 @click.argument("dst")
-@click.option("--to", required=True, type=click.Choice(TARGET_NAMES), help="Format to write.")
+@click.option("--to", required=True, type=TargetName(TARGET_NAMES), help="Format to write.")
 @snapshot_option
 @click.option("--layers", metavar="IDS", callback=layer_ids, help="These layers only, by HF index: 2,8.")
 @click.option("--ids", metavar="FILE", help="These samples only: a file with an id a line.")
@@ -31,11 +55,13 @@ from hsfmt.writers.targets.registry import TARGET_NAMES
     metavar="FILE:KEY",
     help="Apply the model's final norm to the last layer: its weight, as model.safetensors:model.norm.weight.",
 )
-@click.option("--norm-eps", type=float, metavar="X", help="The norm's epsilon, as rms_norm_eps in config.json.")
+@click.option("--norm-eps", type=float, metavar="X", help="The norm's epsilon: rms_norm_eps in config.json.")
 @click.option("--norm-style", type=click.Choice(STYLES), help="rms, or gemma for a weight of 1 + w. [default: rms]")
 @click.option("--cast", type=click.Choice(CASTS), help="Convert the states; float8 is dequantised.")
 @click.option("--model-config", metavar="PATH", help="The model's config.json: it checks layers, width and norm.")
-@click.option("--option", "options", metavar="NAME=VALUE", multiple=True, help="A setting of the format alone.")
+@click.option(
+    "--option", "options", metavar="NAME=VALUE", multiple=True, help="A setting of the format alone; see below."
+)
 @workers_option("Processes that write.")
 @click.option("--resume/--no-resume", default=True, help="Go on with the export that is there, or refuse it.")
 @click.option("--dry-run", is_flag=True, help="Say what would happen, with a size estimate; write nothing.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 import click
@@ -63,7 +64,13 @@ def command(
     pointer = read_pointer(store)
     before = pointer.samples if pointer else None
     with collected_warnings() as warnings:
-        sealed = seal(store, expect=wanted, drop_missing=drop_missing, drop_attachments=drop_attachments)
+        try:
+            sealed = seal(store, expect=wanted, drop_missing=drop_missing, drop_attachments=drop_attachments)
+        except UsageError as error:
+            # What the function calls by its argument is an option here.
+            names = {"drop_attachments": "--drop-attachment"}
+            problems = [replace(each, where=names.get(each.where, each.where)) for each in error.problems]
+            raise UsageError(problems) from error
     if as_json:
         click.echo(dumps({**_as_json(url, sealed), "samples_before": before, "warnings": warnings}))
     else:

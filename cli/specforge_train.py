@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import sys
 import traceback
+from collections.abc import Sequence
+from pathlib import Path
 
 import click
 
 from hsfmt.cli.options import fingerprint, layer_ids
-from hsfmt.errors import HsfmtError
+from hsfmt.errors import HsfmtError, NotFoundError, UsageError
 
 
 @click.command("specforge-train", short_help="Train a drafter with SpecForge on a dataset.")
@@ -50,10 +52,11 @@ def command(
     order of samples, steps and checkpoints are SpecForge's; it starts a process for each GPU that the configuration
     names.
     """
-    from hsfmt.readers.specforge_training import Source, train
-
     # The word that SpecForge's launcher puts before the options of the processes that it starts.
     words = overrides[1:] if overrides[:1] == ("train",) else overrides
+    _check_words(config, words)
+    from hsfmt.readers.specforge_training import Source, train
+
     try:
         code = train(config, words, source=Source(hsfmt_snapshot, hsfmt_layers), node_rank=node_rank, plan_only=plan)
     except HsfmtError:
@@ -62,6 +65,18 @@ def command(
         traceback.print_exc()
         sys.exit(1)
     ctx.exit(code)
+
+
+def _check_words(config: str, overrides: Sequence[str]) -> None:
+    """Refuse what is wrong whatever the file says, before SpecForge is loaded."""
+    if not Path(config).is_file():
+        got = "a folder" if Path(config).is_dir() else "no such file"
+        raise NotFoundError.at(f"--config {config}", expected="SpecForge's YAML or JSON configuration", got=got)
+    for word in overrides:
+        name, equals, _ = word.partition("=")
+        if not equals or not name:
+            remedy = "as data.hidden_states_path=my-dataset"
+            raise UsageError.at("command line", expected="SECTION.FIELD=VALUE", got=repr(word), remedy=remedy)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ the ids, the samples' metadata and the producer are known; a codec enters by the
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -104,8 +105,20 @@ class _Samples:
     id_nbytes: Int64
     meta_nbytes: Int64
 
-    def __getitem__(self, rows: slice) -> _Samples:
-        return _Samples(self.n_tokens[rows], self.n_supervised[rows], self.id_nbytes[rows], self.meta_nbytes[rows])
+    def totals(self, rows: slice) -> _Totals:
+        columns = (self.n_tokens, self.n_supervised, self.id_nbytes, self.meta_nbytes)
+        return _Totals(len(self.n_tokens[rows]), *(int(column[rows].sum()) for column in columns))
+
+
+@dataclass(frozen=True, slots=True)
+class _Totals:
+    """All of a part that its size depends on: its samples, and sums of what they have."""
+
+    n_samples: int
+    n_tokens: int
+    n_supervised: int
+    id_nbytes: int
+    meta_nbytes: int
 
 
 def dataset_size(
@@ -137,53 +150,105 @@ def dataset_size(
     lengths = np.asarray(n_tokens, np.int64).reshape(-1)
     supervised = lengths if n_supervised is None else np.asarray(n_supervised, np.int64)
     texts = [np.broadcast_to(np.asarray(value, np.int64), lengths.shape) for value in (id_nbytes, meta_nbytes)]
-    samples = _Samples(lengths, supervised, *texts)
+    return _size(plan, Counter(_parts(plan, _Samples(lengths, supervised, *texts))))
+
+
+def even_dataset_size(
+    plan: SizePlan, n_samples: int, n_tokens: int, *, id_nbytes: int = 24, meta_nbytes: int = 64
+) -> DatasetSize:
+    """Return what `dataset_size` does of samples of even lengths, the longer ones first, however many they are.
+
+    Parameters
+    ----------
+    plan
+        What the dataset will be.
+    n_samples, n_tokens
+        How many samples, and tokens of all of them: at least one each. Lengths differ by one token at most.
+    id_nbytes, meta_nbytes
+        Bytes of each sample's id, and of its metadata's JSON.
+
+    Raises
+    ------
+    UsageError, FormatError
+        The format has no such columns.
+    """
+    short, n_long = divmod(n_tokens, n_samples)
+    row_nbytes = _row_nbytes(plan)
+    parts: Counter[_Totals] = Counter()
+    # Long samples of a part that they do not fill.
+    left = 0
+    for length, n in ((short + 1, n_long), (short, n_samples - n_long)):
+        first = 0
+        if left:
+            room = plan.part_nbytes - left * (short + 1) * row_nbytes
+            first = min(n, -(-room // (length * row_nbytes)))
+            tokens = left * (short + 1) + first * length
+            parts[_Totals(left + first, tokens, tokens, (left + first) * id_nbytes, (left + first) * meta_nbytes)] += 1
+        per_part = max(1, -(-plan.part_nbytes // (length * row_nbytes)))
+        n_full, left = divmod(n - first, per_part)
+        tokens = per_part * length
+        if n_full:
+            parts[_Totals(per_part, tokens, tokens, per_part * id_nbytes, per_part * meta_nbytes)] += n_full
+    if left:
+        parts[_Totals(left, left * short, left * short, left * id_nbytes, left * meta_nbytes)] += 1
+    return _size(plan, parts)
+
+
+def _size(plan: SizePlan, parts: Mapping[_Totals, int]) -> DatasetSize:
+    """Return the size of a dataset of so many parts of each kind."""
     size = DatasetSize()
-    for part in _parts(plan, samples):
-        _add_part(size, plan, part)
-    _add_whole(size, plan, samples)
+    for part, n_parts in parts.items():
+        _add_parts(size, plan, part, n_parts)
+    n_supervised, id_nbytes = (
+        sum(getattr(p, name) * n for p, n in parts.items()) for name in ("n_supervised", "id_nbytes")
+    )
+    _add_whole(size, plan, n_supervised, id_nbytes)
     return size
 
 
-def _parts(plan: SizePlan, samples: _Samples) -> Iterator[_Samples]:
-    """Cut the samples as a writer does: a part ends with the sample that fills it."""
+def _row_nbytes(plan: SizePlan) -> int:
+    """Return the raw bytes of a token's states."""
     plans = plan_columns(plan.header, plan.codec, plan.extras, plan.grid)
-    row_nbytes = next(column.column(1).row_nbytes for column in plans if column.name == STATES)
-    ends = np.cumsum(samples.n_tokens) * row_nbytes
+    return next(column.column(1).row_nbytes for column in plans if column.name == STATES)
+
+
+def _parts(plan: SizePlan, samples: _Samples) -> Iterator[_Totals]:
+    """Cut the samples as a writer does: a part ends with the sample that fills it."""
+    ends = np.cumsum(samples.n_tokens) * _row_nbytes(plan)
     start = 0
     while start < len(ends):
         before = int(ends[start - 1]) if start else 0
         stop = min(int(np.searchsorted(ends, before + plan.part_nbytes)) + 1, len(ends))
-        yield samples[start:stop]
+        yield samples.totals(slice(start, stop))
         start = stop
 
 
-def _add_part(size: DatasetSize, plan: SizePlan, samples: _Samples) -> None:
-    n_samples, n_tokens = len(samples.n_tokens), int(samples.n_tokens.sum())
-    rows = {"token": n_tokens, "sample": n_samples, "ragged": 0}
+def _add_parts(size: DatasetSize, plan: SizePlan, part: _Totals, n_parts: int) -> None:
+    """Add parts that are alike."""
+    rows = {"token": part.n_tokens, "sample": part.n_samples, "ragged": 0}
     plans = plan_columns(plan.header, plan.codec, plan.extras, plan.grid)
     columns = {column.name: column.column(rows[column.kind]) for column in plans}
     nbytes = {path: len(data) for path, data in implied_documents(_PART, columns).items()}
-    nbytes[layout.index_path(_PART)] = _index_nbytes(columns, samples)
+    nbytes[layout.index_path(_PART)] = _index_nbytes(columns, part)
     for name, column in columns.items():
         shards = list(_shard_nbytes(column, plan.ratios.get(name, 1.0)))
         folder = layout.column_folder(_PART, name)
         nbytes |= {f"{folder}/{column.shard_key(number)}": n for number, n in enumerate(shards)}
         raw = column.n_rows * column.row_nbytes
-        size.raw_nbytes += raw
-        size.chunks += column.n_chunks
-        size.shards += len(shards)
+        size.raw_nbytes += n_parts * raw
+        size.chunks += n_parts * column.n_chunks
+        size.shards += n_parts * len(shards)
         if name == STATES:
-            size.states_nbytes += raw
-            size.states_stored_nbytes += sum(shards)
+            size.states_nbytes += n_parts * raw
+            size.states_stored_nbytes += n_parts * sum(shards)
     files = tuple(FileEntry(path, nbytes[path], _DIGEST) for path in expected_paths(_PART, columns))
-    counts = Counts(n_samples, n_tokens, int(samples.n_supervised.sum()), 0)
+    counts = Counts(part.n_samples, part.n_tokens, part.n_supervised, 0)
     manifest = PartManifest(_PART, plan.header, columns, files, counts, producer=plan.producer)
-    size.stored_nbytes += sum(nbytes.values()) + len(manifest.to_bytes())
-    size.files += len(files) + 1
-    size.samples += n_samples
-    size.tokens += n_tokens
-    size.parts += 1
+    size.stored_nbytes += n_parts * (sum(nbytes.values()) + len(manifest.to_bytes()))
+    size.files += n_parts * (len(files) + 1)
+    size.samples += n_parts * part.n_samples
+    size.tokens += n_parts * part.n_tokens
+    size.parts += n_parts
 
 
 def _shard_nbytes(column: Column, ratio: float) -> Iterator[int]:
@@ -199,17 +264,17 @@ def _shard_nbytes(column: Column, ratio: float) -> Iterator[int]:
         yield payload + (end - first) * CRC_NBYTES + index
 
 
-def _index_nbytes(columns: Mapping[str, Column], samples: _Samples) -> int:
+def _index_nbytes(columns: Mapping[str, Column], part: _Totals) -> int:
     """Return the bytes of a part's index (rule IDX-1)."""
-    n = len(samples.n_tokens)
+    n = part.n_samples
     shapes: dict[str, Shaped] = {
         "token_offsets": (_I64, (n + 1,)),
         "n_supervised": (_I64, (n,)),
         "loss_mask_given": (_U8, (n,)),
         "source_index": (_I64, (n,)),
-        "ids": (_U8, (int(samples.id_nbytes.sum()),)),
+        "ids": (_U8, (part.id_nbytes,)),
         "id_offsets": (_I64, (n + 1,)),
-        "meta": (_U8, (int(samples.meta_nbytes.sum()),)),
+        "meta": (_U8, (part.meta_nbytes,)),
         "meta_offsets": (_I64, (n + 1,)),
         "content_digest": (_U8, (n, 16)),
         "extra_digest": (_U8, (n, 16)),
@@ -220,9 +285,9 @@ def _index_nbytes(columns: Mapping[str, Column], samples: _Samples) -> int:
     return tables.serialized_nbytes(shapes, {"format": FORMAT, "kind": "hsfmt.part-index", "part": _PART})
 
 
-def _add_whole(size: DatasetSize, plan: SizePlan, samples: _Samples) -> None:
+def _add_whole(size: DatasetSize, plan: SizePlan, n_supervised: int, id_nbytes: int) -> None:
     """Add what a dataset has once: the root, and a snapshot of all samples with the pointer to it."""
-    n, n_parts, id_nbytes = size.samples, size.parts, int(samples.id_nbytes.sum())
+    n, n_parts = size.samples, size.parts
     ids_shapes: dict[str, Shaped] = {"ids": (_U8, (id_nbytes,)), "id_offsets": (_I64, (n + 1,))}
     ids = tables.serialized_nbytes(ids_shapes, {"format": FORMAT, "kind": IDS_KIND})
     per_sample = dict.fromkeys(("n_tokens", "n_supervised", "part", "row"), (_I32, (n,)))
@@ -243,7 +308,7 @@ def _add_whole(size: DatasetSize, plan: SizePlan, samples: _Samples) -> None:
         **dict.fromkeys(("holes", "retracted", "shadowed"), 0),
         "parts": n_parts,
         "samples": n,
-        "supervised_tokens": int(samples.n_supervised.sum()),
+        "supervised_tokens": n_supervised,
         "tokens": size.tokens,
     }
     metadata = snapshot_metadata(

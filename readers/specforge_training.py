@@ -10,12 +10,13 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module, metadata
 from typing import Any
 
-from hsfmt.errors import UsageError
+from hsfmt.errors import HsfmtError, StorageError, UsageError
 from hsfmt.readers.specforge import DatasetFeatureStore
 from hsfmt.readers.specforge_layers import Target, hf_layers
 
@@ -73,24 +74,27 @@ def train(
     Raises
     ------
     UsageError
-        SpecForge is missing or another release; a run that is not a local offline one; a dataset that the drafter
-        can't be trained on.
+        SpecForge is missing or another release; a configuration that it does not take; a run that is not a local
+        offline one; a dataset that the drafter can't be trained on.
     NotFoundError
         No dataset or snapshot.
+    StorageError
+        The configuration, or a file that it names, can't be read.
     """
     _check_release()
-    cfg = _specforge("config", "load_config")(config, list(overrides))
-    _check_run(cfg)
-    resolved = _specforge("application", "resolve_run")(cfg)
-    plan = _specforge("launch_plan", "build_launch_plan")(
-        cfg,
-        algorithm=resolved.algorithm,
-        config_path=config,
-        overrides=list(overrides),
-        node_rank=node_rank,
-        worker_prefix=("--module", _MODULE, *source.options()),
-        torchrun_prefix=(sys.executable, "-m", "torch.distributed.run"),
-    )
+    with _configuring(config, overrides):
+        cfg = _specforge("config", "load_config")(config, list(overrides))
+        _check_run(cfg)
+        resolved = _specforge("application", "resolve_run")(cfg)
+        plan = _specforge("launch_plan", "build_launch_plan")(
+            cfg,
+            algorithm=resolved.algorithm,
+            config_path=config,
+            overrides=list(overrides),
+            node_rank=node_rank,
+            worker_prefix=("--module", _MODULE, *source.options()),
+            torchrun_prefix=(sys.executable, "-m", "torch.distributed.run"),
+        )
     if plan_only:
         print(plan.render())  # noqa: T201  the answer
         return 0
@@ -243,6 +247,28 @@ def _check_release() -> None:
     if found not in RELEASES:
         remedy = f"pip install specforge=={RELEASES[-1]} where this runs, or a newer hsfmt"
         raise UsageError.at("specforge", expected=" or ".join(RELEASES), got=found, remedy=remedy)
+
+
+@contextmanager
+def _configuring(config: str, overrides: Sequence[str]) -> Iterator[None]:
+    """Turn what SpecForge raises about a configuration into one error that names what was given."""
+    try:
+        yield
+    except (HsfmtError, ImportError):
+        raise
+    except OSError as error:
+        where, got = str(error.filename or config), error.strerror or str(error)
+        raise StorageError.at(where, expected="a readable file", got=got) from error
+    except Exception as error:
+        where = " ".join(["--config", config, *overrides])
+        raise UsageError.at(where, expected="a configuration that SpecForge takes", got=_reason(error)) from error
+
+
+def _reason(error: Exception) -> str:
+    """Return what an error says; of pydantic's, which field and why, without its links."""
+    if hasattr(error, "errors"):
+        return "; ".join(": ".join(filter(None, (".".join(map(str, e["loc"])), e["msg"]))) for e in error.errors())
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _check_run(cfg: Any) -> None:

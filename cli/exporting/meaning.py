@@ -121,11 +121,24 @@ def _norm_facts(wishes: Wishes) -> NormFacts | None:
     if wishes.norm_weight is None:
         return None
     if wishes.model_config is not None:
-        path = Path(wishes.model_config)
-        path = path / CONFIG if path.is_dir() else path
-        return norm_facts(path, f"--model-config {path}")
+        return _given_facts(wishes.model_config)
     beside = config_beside(wishes.norm_weight)
     return None if beside is None else norm_facts(beside, str(beside))
+
+
+def _given_facts(model_config: str) -> NormFacts:
+    path = Path(model_config)
+    path = path / CONFIG if path.is_dir() else path
+    return norm_facts(path, f"--model-config {path}")
+
+
+def _norm_options(wishes: Wishes) -> str:
+    """Return the options that go with the norm's weight, with their values as far as a config was given."""
+    facts = _given_facts(wishes.model_config) if wishes.model_config is not None else None
+    if facts is None or facts.eps is None or facts.is_layer_norm:
+        return "--norm-eps X (rms_norm_eps of the model's config.json)"
+    style = f" --norm-style {facts.style}" if facts.style == "gemma" else ""
+    return f"--norm-eps {facts.eps!r}{style} ({facts.eps_name} of {facts.where})"
 
 
 def _model(wishes: Wishes) -> ModelShape | None:
@@ -195,10 +208,7 @@ def _norm_problem(stored: Header, layers: tuple[int, ...], target: type[Target],
     if not cares or given or have == want:
         return None
     if want == "post":
-        remedy = (
-            f"give the model's norm: {OPTION} model.safetensors:model.norm.weight --norm-eps 1e-6, "
-            "both as the model has them"
-        )
+        remedy = f"give the model's norm: {OPTION} model.safetensors:model.norm.weight {_norm_options(wishes)}"
         return Problem(where, "a final state after the final norm", "one before it (final_norm pre)", remedy)
     return Problem(where, "a final state before the final norm", "one after it (final_norm post)", _LOST)
 

@@ -171,7 +171,9 @@ def read_norm(given: str, eps: float | None, style: str, header: Header, facts: 
     if not colon or not file or not key:
         raise UsageError.at(OPTION, expected="FILE.safetensors:KEY, as model.safetensors:model.norm.weight", got=given)
     if eps is None or not 0 <= eps < 1:
-        remedy = "give the model's, which its config.json calls rms_norm_eps"
+        remedy = "give the model's: rms_norm_eps of its config.json"
+        if facts is not None and facts.eps is not None:
+            remedy = f"--norm-eps {facts.eps!r}, which is {facts.eps_name} of {facts.where}"
         raise UsageError.at("--norm-eps", expected="a number from 0 to 1", got=f"{eps}", remedy=remedy)
     weight = _read_weight(Path(file), key, where, header.hidden_size)
     # float8 states are dequantised to bfloat16, in which the model computes.

@@ -1,6 +1,7 @@
 """`info`, `ls`, `seal`, `verify` and `cat` on small datasets, and what all commands share."""
 
 import json
+import re
 import subprocess
 
 import click
@@ -42,6 +43,14 @@ def test_help_names_every_command_and_the_exit_codes(hsfmt):
     assert "Exit codes" in text
 
 
+def test_the_documentation_names_every_command(repo_root):
+    text = (repo_root / "docs" / "cli.md").read_text()
+    names = list(cli._COMMANDS)
+    assert re.findall(r"^\| \[`([a-z-]+)`\]\(#hsfmt-", text, re.MULTILINE) == names
+    assert re.findall(r"^## hsfmt ([a-z-]+)$", text, re.MULTILINE) == names
+    assert (len(names), " has twelve commands" in text) == (12, True)
+
+
 def test_every_command_is_a_module_of_that_name(repo_root):
     for name in COMMANDS:
         assert (repo_root / "cli" / f"{name}.py").is_file()
@@ -72,6 +81,8 @@ def test_version(hsfmt):
         (["cat", "x", "a", "--index", "1"], 2),
         (["cat", "x", "a", "--layers", "two"], 2),
         (["convert", "x", "y", "--part-size", "big"], 2),
+        (["convert", "x", "y", "--part-size", "4"], 2),
+        (["convert", "x", "y", "--pad-id", "3"], 2),
         (["convert", "x", "y", "--map", "ids=z"], 2),
         (["seal", "x", "--expect-ids", "none.txt"], 2),
         *[([name, "no/such/dataset"], 3) for name in ("info", "ls", "seal", "verify")],
@@ -544,6 +555,12 @@ def test_cat_reads_what_was_never_sealed(hsfmt, tmp_path, write):
     assert hsfmt.json("cat", tmp_path / "d", "a")["tokens"] == 1
 
 
+def test_cat_of_a_number_that_is_no_id(hsfmt, small):
+    assert "--index 1 is the sample of that number" in hsfmt("cat", small, "1", code=3).stderr
+    for other in ("3", "e", "1" * 5000):
+        assert "--index" not in hsfmt("cat", small, other, code=3).stderr
+
+
 def test_cat_of_a_damaged_sample(hsfmt, small):
     (shard,) = small.glob("parts/*/hidden_states/c/0/0/0")
     data = bytearray(shard.read_bytes())
@@ -571,3 +588,38 @@ def test_sizes(text, nbytes):
     from hsfmt.cli.options import size
 
     assert size(None, None, text) == nbytes
+
+
+@pytest.mark.parametrize(("given", "meant"), [("4", "4GiB"), ("2000", "2000MiB"), ("1048575", "1048575MiB")])
+def test_a_part_size_without_a_unit_is_no_number_of_bytes(hsfmt, given, meant):
+    assert f"did you mean {meant}?" in hsfmt("convert", "x", "y", "--part-size", given, code=2).stderr
+
+
+@pytest.mark.parametrize("given", ["6KiB", "4B", "1048576", "4.5 GiB"])
+def test_part_sizes_that_are_meant(hsfmt, tmp_path, given):
+    assert "part-size" not in hsfmt("convert", tmp_path / "none", tmp_path / "d", "--part-size", given, code=3).stderr
+
+
+def test_a_pad_id_goes_with_trim_padding(hsfmt, tmp_path):
+    words = ["convert", tmp_path / "none", tmp_path / "d", "--pad-id", "0"]
+    assert "goes with --trim-padding" in hsfmt(*words, code=2).stderr
+    assert "pad-id" not in hsfmt(*words, "--trim-padding", code=3).stderr
+
+
+def test_an_attachment_that_is_not_there_is_named_by_the_option(hsfmt, small):
+    stderr = hsfmt("seal", small, "--drop-attachment", "zz", code=2).stderr
+    assert stderr.startswith("error: --drop-attachment: expected names of attachments")
+
+
+def test_a_configuration_of_specforge_that_is_not_there(hsfmt, tmp_path):
+    for path, got in ((tmp_path / "nope.yaml", "no such file"), (tmp_path, "a folder")):
+        stderr = hsfmt("specforge-train", "-c", path, "training.seed=1", code=3).stderr
+        assert stderr.startswith(f"error: --config {path}: expected SpecForge's YAML or JSON configuration, got {got}")
+        assert stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("word", ["training.seed", "=1"])
+def test_an_override_of_specforge_that_is_none(hsfmt, tmp_path, word):
+    (tmp_path / "run.yaml").write_text("run_id: a\n")
+    stderr = hsfmt("specforge-train", "-c", tmp_path / "run.yaml", "output_dir=b", word, code=2).stderr
+    assert f"expected SECTION.FIELD=VALUE, got {word!r}" in stderr

@@ -180,7 +180,7 @@ def test_interruption_and_resume(hsfmt, source, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         interrupt_after(5, patch)
         # A part ends with the fourth file.
-        result = hsfmt("convert", source, tmp_path / "d", *LAYERS, "--part-size", "2000", code=130)
+        result = hsfmt("convert", source, tmp_path / "d", *LAYERS, "--part-size", "2000B", code=130)
     assert "interrupted" in result.stderr
     assert "Run the same command again to go on" in result.stderr
     kept = len(hsfmt.json("ls", tmp_path / "d")["samples"])
@@ -433,7 +433,7 @@ def test_the_disk_fills_up_on_the_way(hsfmt, source, tmp_path, monkeypatch):
         return real(self, path)
 
     monkeypatch.setattr(LocalStore, "open_object", open_object)
-    report = hsfmt.json("convert", source, tmp_path / "d", *LAYERS, "--part-size", "600", code=3)
+    report = hsfmt.json("convert", source, tmp_path / "d", *LAYERS, "--part-size", "600B", code=3)
     monkeypatch.undo()
     everything_adds_up(report, source)
     kept = report["counts"]["sample"]

@@ -292,7 +292,7 @@ def test_peak_disk(hsfmt, tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "unlink", lambda *a, **k: (look(), real_unlink(*a, **k))[1])
     monkeypatch.setattr(os, "link", lambda *a, **k: (look(), real_link(*a, **k))[1])
-    flags = ("--delete-source", "--part-size", shard, "--codec", "none")
+    flags = ("--delete-source", "--part-size", f"{shard}B", "--codec", "none")
     hsfmt("convert", source, dataset, *LAYERS, *flags)
     monkeypatch.undo()
     n_parts = sum(path.is_dir() for path in (dataset / "parts").iterdir())

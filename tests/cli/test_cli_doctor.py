@@ -64,6 +64,16 @@ def test_options_that_contradict_the_files_are_refused(hsfmt, vllm):
     assert "pre" in hsfmt("doctor", vllm, "--final-norm", "post", code=2).stderr
 
 
+@needs_torch
+def test_layer_ids_and_norm_that_the_user_gave_are_not_the_formats(hsfmt, data_dir, tmp_path):
+    text = hsfmt("doctor", data_dir / "specforge" / "v020_eagle3_bs1", "--layer-ids", LAYERS).stdout
+    assert "HF layer ids 2,4,5,8, by --layer-ids\n" in text
+    np.savez(tmp_path / "a.npz", input_ids=np.arange(5), hidden_states=np.ones((5, 2, 4), np.float32))
+    text = hsfmt("doctor", tmp_path, "--from", "npz", "--layer-ids", "1,2", "--final-norm", "pre").stdout
+    assert "HF layer ids 1,2, by --layer-ids\n" in text
+    assert "pre: as --final-norm says" in text
+
+
 def test_damage_is_found_and_named(hsfmt, folder):
     first, second, third = data_files(folder)[:3]
     first.write_bytes(first.read_bytes()[:-100])
@@ -171,6 +181,13 @@ def test_no_folder_of_a_source(hsfmt, dataset, tmp_path, what):
     result = hsfmt("doctor", path, code=code)
     assert "an hsfmt dataset already" in result.stderr or what != "dataset"
     assert hsfmt.json("doctor", path, code=code)["exit_code"] == code
+    assert ("--delete-source` emptied it" in result.stderr) == (what == "empty")
+
+
+def test_a_config_that_is_not_there_is_no_empty_source(hsfmt, vllm, tmp_path):
+    result = hsfmt("doctor", vllm, "--model-config", tmp_path / "no.json", code=3)
+    assert "no.json" in result.stderr
+    assert "--delete-source" not in result.stderr
 
 
 @needs_torch
@@ -192,6 +209,18 @@ def test_several_programs_may_have_written_it(hsfmt, data_dir):
 
 
 @needs_torch
+def test_candidates_keep_what_was_given(hsfmt, data_dir):
+    source = data_dir / "modelopt" / "hf_answer_only"
+    facts = hsfmt.json("doctor", source, "--layer-ids", LAYERS, "--final-norm", "post", code=2)
+    start = f"hsfmt convert {source} DST --from "
+    assert [candidate["command"].removeprefix(start) for candidate in facts["candidates"]] == [
+        "modelopt-hf --layer-ids 2,4,5,8 --final-norm post",
+        "modelopt-vllm --layer-ids 2,4,5,8 --final-norm post",
+        "pt --map aux=KEY,last=KEY --layer-ids 2,4,5,8 --final-norm post",
+    ]
+
+
+@needs_torch
 def test_a_width_that_only_the_user_knows(hsfmt, data_dir):
     source = data_dir / "specforge" / "v020_dflash"
     facts = hsfmt.json("doctor", source, code=2)
@@ -201,6 +230,13 @@ def test_a_width_that_only_the_user_knows(hsfmt, data_dir):
     result = hsfmt("doctor", source, code=2)
     assert "specforge-dflash" in result.stdout
     assert "--hidden-size" in result.stderr
+    start = f"hsfmt convert {source} DST --from specforge-dflash"
+    assert result.stdout.endswith(f"\n  {start} --hidden-size N --layer-ids IDS\n")
+    assert facts["command"] == f"{start} --hidden-size N --layer-ids IDS"
+    assert "unreadable" not in result.stdout
+    assert "not read" not in result.stdout
+    given = hsfmt.json("doctor", source, "--layer-ids", "2,3,4,5,8", code=2)
+    assert given["command"] == f"{start} --layer-ids 2,3,4,5,8 --hidden-size N"
     facts = hsfmt.json("doctor", source, "--hidden-size", 64)
     assert (facts["n_layers"], facts["final_norm"]) == (5, "unknown")
     assert "--hidden-size 64" in facts["command"]

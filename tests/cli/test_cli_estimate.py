@@ -78,6 +78,71 @@ def test_lengths_from_a_file(hsfmt, tmp_path):
     hsfmt("estimate", "--lengths", tmp_path / "none", *shape, code=3)
 
 
+@pytest.mark.parametrize("tokens", [7, 100, 101, 106, 1000])
+@pytest.mark.parametrize("part_size", ["1", "300", "5000", "32GiB"])
+def test_even_lengths_are_those_of_a_file(hsfmt, tmp_path, tokens, part_size):
+    shape = ("--hidden-size", 8, "--layers", 2, "--part-size", part_size)
+    short, n_long = divmod(tokens, 7)
+    (tmp_path / "lengths").write_text("\n".join(map(str, [short + 1] * n_long + [short] * (7 - n_long))))
+    facts = hsfmt.json("estimate", "--samples", 7, "--tokens", tokens, *shape)
+    assert facts["tokens"] == tokens
+    assert facts == hsfmt.json("estimate", "--lengths", tmp_path / "lengths", *shape)
+
+
+def test_as_many_samples_as_there_may_be(hsfmt):
+    """In as many steps as for few: one by one they would take hours and all memory."""
+    shape = ("--hidden-size", 7168, "--layers", 4)
+    facts = hsfmt.json("estimate", "--samples", 1 << 32, "--tokens", 1 << 40, *shape)
+    assert (facts["samples"], facts["tokens"]) == (1 << 32, 1 << 40)
+    assert facts["states_nbytes"] == (1 << 40) * 7168 * 4 * 2
+    result = hsfmt("estimate", "--samples", 1, "--tokens", 1 << 31, *shape, code=2)
+    assert "1 to 2,147,483,647 for each of 1 sample" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "missing", "said"),
+    [
+        (("--samples", 100), "--tokens, --hidden-size, --layers", "only --samples"),
+        (("--hidden", 8, "--layers", 2), "--samples and --tokens (or --lengths)", "only --layers, --hidden-size"),
+        (("--samples", 1, "--tokens", 1, "--layer-ids", "1"), "--hidden-size", "only --samples, --tokens, --layer-ids"),
+        ((), "--samples and --tokens (or --lengths), --hidden-size, --layers", "nothing"),
+    ],
+    ids=str,
+)
+def test_what_is_missing_is_named(hsfmt, args, missing, said):
+    assert f"expected {missing}, or a folder SRC, got {said}\n" in hsfmt("estimate", *args, code=2).stderr
+
+
+def test_layer_ids_are_their_number(hsfmt):
+    shape = ("--samples", 3, "--tokens", 300, "--hidden-size", 64)
+    facts = hsfmt.json("estimate", *shape, "--layer-ids", "2,4,5,8")
+    assert (facts["n_layers"], facts["states_nbytes"]) == (4, 300 * 4 * 64 * 2)
+    assert facts["states_nbytes"] == hsfmt.json("estimate", *shape, "--layers", 4)["states_nbytes"]
+    assert "as many as --layer-ids" in hsfmt("estimate", *shape, "--layers", 3, "--layer-ids", "2,4", code=2).stderr
+    assert "ascending" in hsfmt("estimate", *shape, "--layer-ids", "4,2", code=2).stderr
+
+
+def test_layer_ids_of_a_folder_are_held_to_it(hsfmt, vllm):
+    assert hsfmt.json("estimate", vllm, "--layer-ids", LAYERS)["n_layers"] == 4
+    assert "4 ids, one for each state" in hsfmt("estimate", vllm, "--layer-ids", "2,4", code=2).stderr
+
+
+@pytest.mark.torch
+def test_options_that_a_folder_asks_for_are_taken(hsfmt, data_dir):
+    dflash = data_dir / "specforge" / "v020_dflash"
+    assert "give --hidden-size" in hsfmt("estimate", dflash, code=2).stderr
+    facts = hsfmt.json("estimate", dflash, "--hidden-size", 64)
+    assert facts["n_layers"] == 5
+    assert facts == hsfmt.json("estimate", dflash, "--hidden", 64)
+    modelopt = data_dir / "modelopt" / "hf_answer_only"
+    stderr = hsfmt("estimate", modelopt, code=2).stderr
+    assert "--from modelopt-hf --layer-ids 2,n//2,n-3,n" in stderr
+    assert "--from pt --map aux=KEY,last=KEY --layer-ids IDS, got" in stderr
+    assert "--final-norm" not in stderr
+    keys = "aux=aux_hidden_states,last=hidden_states,ignore=conversation_id"
+    assert hsfmt.json("estimate", modelopt, "--from", "pt", "--map", keys, "--layer-ids", LAYERS)["samples"] == 5
+
+
 @pytest.mark.parametrize(
     "args",
     [

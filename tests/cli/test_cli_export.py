@@ -15,7 +15,7 @@ from safetensors import safe_open
 from hsfmt import DatasetWriter, attachments, seal
 from hsfmt.cli.exporting.journal import Journal
 from hsfmt.readers.sample_reader import SampleReader
-from hsfmt.writers.targets.registry import TARGET_NAMES
+from hsfmt.writers.targets.registry import TARGET_NAMES, target_class
 
 DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn")
 HOSTILE = ["../../escape", "é/日本語", "x" * 240, "7", ".", "..", "A", "a", "sub/dir", ".hidden", "-rf", "a\nb", " "]
@@ -165,6 +165,35 @@ def test_an_option_twice_and_one_of_another_target(hsfmt, source, tmp_path):
     assert "one value for codec" in hsfmt("export", source, tmp_path / "o", "--to", "zarr", *twice, code=2).stderr
     result = hsfmt("export", source, tmp_path / "o", "--to", "npz", "--option", "codec=none", code=2)
     assert "--option codec: expected no option, got an option that --to npz does not have" in result.stderr
+
+
+def test_help_has_the_options_of_every_target(hsfmt):
+    text = " ".join(hsfmt("export", "--help").stdout.partition("Settings for --option, by format:")[2].split())
+    text = text.replace("- ", "-")  # names are broken at their hyphens
+    said = {}
+    for clause in text.rstrip(".").split("; "):
+        formats, _, options = clause.partition(": ")
+        said |= dict.fromkeys(formats.split(" and "), options.split(", "))
+    assert said.pop("the others") == ["none"]
+    assert said == {name: list(kind) for name in TARGET_NAMES if (kind := target_class(name).option_help)}
+
+
+@pytest.mark.parametrize(
+    ("given", "close"),
+    [
+        ("specforge", "specforge-eagle3, specforge-dflash, specforge-dspark"),
+        ("safetensor", "safetensors"),
+        ("zar", "zarr"),
+    ],
+)
+def test_a_format_that_is_like_another(hsfmt, tmp_path, given, close):
+    assert f"Did you mean {close}?" in hsfmt("export", tmp_path, "o", "--to", given, code=2).stderr
+
+
+def test_a_format_that_is_like_no_other(hsfmt, tmp_path):
+    stderr = hsfmt("export", tmp_path, "o", "--to", "quux", code=2).stderr
+    assert "'quux' is not one of" in stderr
+    assert "Did you mean" not in stderr
 
 
 def test_layers(hsfmt, source, tmp_path):

@@ -217,7 +217,8 @@ def refusal(stored: str, kind: type[Target], weight_file: Path | None = None, **
 def test_pre_to_a_post_reader_needs_the_norm(weight_file):
     assert refusal("pre", PostTarget) == (
         "--to post-only: expected a final state after the final norm, got one before it (final_norm pre) — give the "
-        "model's norm: --norm-weight model.safetensors:model.norm.weight --norm-eps 1e-6, both as the model has them"
+        "model's norm: --norm-weight model.safetensors:model.norm.weight --norm-eps X (rms_norm_eps of the model's "
+        "config.json)"
     )
     header = make_header(layers=[1, 2, 5], hidden_size=HIDDEN, final_norm="pre")
     norm = {"norm_weight": f"{weight_file}:{NORM_KEY}", "norm_eps": 1e-5}

@@ -135,6 +135,15 @@ def test_a_config_beside_the_weight_of_another_kind(hsfmt, model):
     assert f"nothing checked that the model does so: {model / 'config.json'} does not say them both" in warnings[1]
 
 
+@pytest.mark.parametrize(("model_type", "style"), [("llama", ""), ("gemma2", " --norm-style gemma")])
+def test_the_epsilon_of_the_config_is_the_one_that_is_offered(hsfmt, model, model_type, style):
+    config(model, model_type, rms_norm_eps=1e-5)
+    assert "--norm-eps 1e-05, which is rms_norm_eps of " in stderr(hsfmt, model, "--norm-style", style[-5:] or "rms")
+    words = ["--to", "specforge-eagle3", "--model-config", model]
+    refused = hsfmt("export", model.parent / "d", model.parent / "out", *words, code=2).stderr
+    assert f"model.norm.weight --norm-eps 1e-05{style} (rms_norm_eps of {model / 'config.json'})" in refused
+
+
 def test_what_nothing_checked_is_said(hsfmt, model):
     report = json.loads(export(hsfmt, model, "--norm-eps", "1e-6"))
     assert report["norm"]["checked_against"] is None

@@ -184,10 +184,11 @@ def test_another_release_is_refused(monkeypatch, found):
         train("run.yaml")
 
 
-def test_the_command_says_what_is_missing(capsys):
+def test_the_command_says_what_is_missing(capsys, tmp_path):
     from hsfmt.cli.main import main
 
+    (tmp_path / "run.yaml").write_text("run_id: a\n")
     with pytest.raises(SystemExit) as ended:
-        main(["specforge-train", "--config", "run.yaml", "training.seed=1"])
+        main(["specforge-train", "--config", str(tmp_path / "run.yaml"), "training.seed=1"])
     assert ended.value.code == 2
     assert "pip install specforge==0.2.0" in capsys.readouterr().err

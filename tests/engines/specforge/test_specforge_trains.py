@@ -139,3 +139,35 @@ def test_the_plan_starts_our_module(data_dir, target, tmp_path):
     argv = plan["commands"][0]["argv"]
     ours = ["hsfmt.cli.specforge_train", "--hsfmt-snapshot", "live", "--hsfmt-layers", "2,4,5"]
     assert argv[argv.index("--module") + 1 :][:6] == [*ours, "train"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "code", "says"),
+    [
+        ("run_id: [", [], 2, "expected a configuration that SpecForge takes, got while parsing"),
+        ("", [], 2, "expected a configuration that SpecForge takes, got "),
+        ("run_id: a\nnothing: 1\n", [], 2, "nothing: "),
+        (None, ["training.nothing=1"], 2, "override path 'training.nothing' does not exist"),
+        (None, ["training.num_epochs=many"], 2, "training.num_epochs: "),
+        (None, ["training.strategy=nothing"], 2, "nothing"),
+    ],
+)
+def test_a_configuration_that_specforge_does_not_take(tmp_path, text, words, code, says):
+    config = write_config(tmp_path, "eagle3", tmp_path / "dataset")
+    if text is not None:
+        config = tmp_path / "run.yaml"
+        config.write_text(text)
+    command = [python_of(VENV), "-m", "hsfmt.cli.specforge_train", "--plan", "-c", config, *words]
+    printed = run(command, tmp_path / "log", environment(), exit_code=code)
+    (line,) = [line for line in printed.splitlines() if line.startswith("error: ")]
+    assert line.startswith(" ".join(["error: --config", str(config), *words]))
+    assert says in line
+    assert "Traceback" not in printed
+
+
+def test_the_run_of_the_documentation_is_taken(repo_root, tmp_path):
+    text = (repo_root / "docs" / "specforge.md").read_text()
+    (written,) = re.findall(r"^```yaml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    (tmp_path / "run.yaml").write_text(written)
+    command = [python_of(VENV), "-m", "hsfmt.cli.specforge_train", "--plan", "-c", tmp_path / "run.yaml"]
+    assert '"commands"' in run(command, tmp_path / "log", environment())
