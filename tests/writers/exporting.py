@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 
 from hsfmt import DatasetWriter
+from hsfmt.cli.exporting.dataset import survey
 from hsfmt.header import make_header
 from hsfmt.readers.sample_reader import SampleReader
 from hsfmt.readers.sources import SourceOptions, find_source
@@ -48,6 +49,7 @@ def job_of(reader: SampleReader, folder: Path, **settings: Any) -> ExportJob:
 
 def stored(reader: SampleReader) -> list[ExportSample]:
     """The samples of a dataset, as a driver hands them over."""
+    given = survey(reader, np.arange(len(reader))).mask_given
     return [
         ExportSample(
             number=number,
@@ -57,6 +59,7 @@ def stored(reader: SampleReader) -> list[ExportSample]:
             loss_mask=sample.loss_mask.view(np.uint8),
             metadata=sample.metadata,
             extras=sample.extras,
+            mask_given=bool(given[number]),
         )
         for number, sample in enumerate(reader.read_many(range(len(reader))))
     ]
