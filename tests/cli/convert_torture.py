@@ -16,6 +16,7 @@ import traceback
 from pathlib import Path
 
 import numpy as np
+from killing import killing_at, no_fsync
 
 from hsfmt import layout
 from hsfmt.catalog import committed_parts, load_index, load_manifest, read_header, read_pointer
@@ -108,33 +109,6 @@ def look(dataset):
     return in_child(work)[0]
 
 
-def no_fsync():
-    os.fsync = lambda fd: None  # what a process wrote survives its death anyway, and the rounds must be short
-
-
-def killing_at(k):
-    """Return a hook that kills the process just before the k-th of these calls of the operating system."""
-
-    def hook():
-        no_fsync()
-        left = k
-
-        def counted(real):
-            def call(*args, **kwargs):
-                nonlocal left
-                left -= 1
-                if left == 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return real(*args, **kwargs)
-
-            return call
-
-        for name in CALLS:
-            setattr(os, name, counted(getattr(os, name)))
-
-    return hook
-
-
 class Rounds:
     """Conversions of one source that are killed; what is true after each kill is checked, and its phase kept."""
 
@@ -214,7 +188,7 @@ def every_call(folder, step, flags):
     k, killed = 1, True
     while killed:
         rounds.begin()
-        killed = rounds.kill(hook=killing_at(k))
+        killed = rounds.kill(hook=killing_at(k, CALLS))
         rounds.finish()
         k += step
     return {"calls": k - step, "phases": rounds.phases}

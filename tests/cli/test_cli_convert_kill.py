@@ -18,7 +18,7 @@ SPLIT = ("--split-long", "4")
 
 
 def torture(repo_root, *args):
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(repo_root), str(HERE)])}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [repo_root, HERE, HERE.parent]))}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", HERE / "convert_torture.py", *map(str, args)],
         env=env,

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import part_oracles as oracles
+from killing import killing_at, no_fsync
 
 from hsfmt import DatasetWriter, seal
 from hsfmt.catalog import committed_parts
@@ -47,10 +48,6 @@ def produce(url, pipe, job, hook):
             writer.write(f"s{number}", *sample(number), metadata={"number": number})
             if number % 9 == 8 or number == job - 1:
                 os.write(pipe, "".join(f"{sample_id}\n" for sample_id in writer.commit()).encode())
-
-
-def no_fsync():
-    os.fsync = lambda fd: None  # what a process wrote survives its death anyway, and the rounds must be short
 
 
 def run(url, job=JOB, seconds=None, hook=no_fsync):
@@ -139,29 +136,6 @@ def random_moments(folder, rounds):
 CALLS = ("write", "rename", "link", "unlink", "fsync", "open", "close")
 
 
-def killing_at(k):
-    """Return a hook that kills the process just before the k-th of these calls of the operating system."""
-
-    def hook():
-        no_fsync()
-        left = k
-
-        def counted(real):
-            def call(*args, **kwargs):
-                nonlocal left
-                left -= 1
-                if left == 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return real(*args, **kwargs)
-
-            return call
-
-        for name in CALLS:
-            setattr(os, name, counted(getattr(os, name)))
-
-    return hook
-
-
 def every_call(folder, step):
     job = 10
     digest = expected_digest(folder, job)
@@ -169,7 +143,7 @@ def every_call(folder, step):
     parts_seen = set()
     while killed:
         url = str(folder / f"{k}")
-        acknowledged, killed = run(url, job, hook=killing_at(k))
+        acknowledged, killed = run(url, job, hook=killing_at(k, CALLS))
         there = look(url, acknowledged)
         assert killed or len(there) == job
         parts_seen.add(len(committed_parts(open_store(url))) if (Path(url) / "zarr.json").exists() else 0)

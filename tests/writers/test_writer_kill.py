@@ -10,7 +10,7 @@ HERE = Path(__file__).parent
 
 
 def torture(repo_root, *args):
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(repo_root), str(HERE)])}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [repo_root, HERE, HERE.parent]))}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", HERE / "kill_torture.py", *map(str, args)],
         env=env,
