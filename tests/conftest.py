@@ -20,12 +20,12 @@ settings.register_profile("explore", deadline=None, max_examples=2000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 _HAS_TORCH = importlib.util.find_spec("torch") is not None
-_IMPORTS_TORCH = re.compile(r"^(import|from) torch\b", re.MULTILINE)
+_IMPORTS_TORCH = re.compile(r"^(import|from) (safetensors\.)?torch\b", re.MULTILINE)
 
 
 @functools.cache
 def imports_torch(path: Path) -> bool:
-    """Whether a test file imports torch at its top."""
+    """Whether a test file imports torch at its top, or what does so itself."""
     return path.suffix == ".py" and _IMPORTS_TORCH.search(path.read_text()) is not None
 
 

@@ -44,8 +44,7 @@ def test_killed_at_a_few_random_moments(repo_root, tmp_path, flags):
 def test_killed_at_random_moments(repo_root, tmp_path, flags, n):
     result = torture(repo_root, "random", tmp_path, n, *flags)
     assert result["killed"] == n
-    phases = {phase.partition(",")[0] for phase in result["phases"]}
-    assert {"nothing", "some committed"} <= phases, result
+    assert len(result["phases"]) > 1, result  # which ones depends on the machine; below every one is demanded
 
 
 @pytest.mark.slow
