@@ -147,6 +147,7 @@ class Report:
                 "trimmed_samples": self.tally.trimmed,
                 "trimmed_tokens": self.tally.trimmed_tokens,
                 "windows": self.tally.windows,
+                "with_zero_states": self.tally.blank_ids,
                 "without_supervised_tokens": self.tally.unsupervised,
             },
         }

@@ -261,6 +261,10 @@ def _warn(plan: Plan, report: Report) -> None:
     if tally.all_zero:
         shown = ", ".join(tally.unsupervised[:5]) + (" …" if tally.all_zero > 5 else "")
         report.warnings.append(f"{units.counted(tally.all_zero, 'sample')} without a supervised token: {shown}")
+    if tally.blank:
+        shown = ", ".join(tally.blank_ids[:5]) + (" …" if tally.blank > 5 else "")
+        text = "with states that are zero throughout, as a file that was never filled leaves them"
+        report.warnings.append(f"{units.counted(tally.blank, 'sample')} {text}: {shown}")
     removed = tally.removed
     if removed.changed:
         text = f"{units.counted(len(removed.changed), 'file')} changed after they were read, and were kept"

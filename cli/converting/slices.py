@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
+import numpy.typing as npt
 
 from hsfmt import layout
 from hsfmt.cli.boards import Board, until_told
@@ -30,8 +31,8 @@ BAD_FILE = (SourceError, SampleError, FormatError)
 FIX = "fix or remove the file"
 _SHOWN_IDS = 20
 _SUMMED = (
-    "written", "samples", "already", "same", "masks", "all_zero", "all_one", "too_few", "trimmed", "trimmed_tokens",
-    "split", "windows", "cast", "verified",
+    "written", "samples", "already", "same", "masks", "all_zero", "all_one", "blank", "too_few", "trimmed",
+    "trimmed_tokens", "split", "windows", "cast", "verified",
 )  # fmt: skip
 
 
@@ -103,6 +104,9 @@ class Tally:
         Samples with a loss mask of their own, those where it is 0, and 1, throughout.
     unsupervised
         Ids of the first samples without a supervised token.
+    blank, blank_ids
+        Samples with a state [token, layer] that is zero throughout, as a file cut or never filled leaves it, and the
+        ids of the first of them.
     too_few
         Items with fewer supervised tokens than asked for; their numbers are among the holes.
     trimmed, trimmed_tokens
@@ -129,6 +133,8 @@ class Tally:
     all_zero: int = 0
     all_one: int = 0
     unsupervised: list[str] = field(default_factory=list)
+    blank: int = 0
+    blank_ids: list[str] = field(default_factory=list)
     too_few: int = 0
     trimmed: int = 0
     trimmed_tokens: int = 0
@@ -151,6 +157,9 @@ class Tally:
         self.split += windows > 0
         self.windows += windows
         self.cast += cast is not None and sample.hidden_states.dtype.name != cast
+        if _has_zero_state(sample.hidden_states):
+            self.blank += 1
+            self.blank_ids = [*self.blank_ids, sample.sample_id][:_SHOWN_IDS]
         mask = sample.loss_mask
         if mask is not None:
             supervised = int(np.count_nonzero(mask))
@@ -170,6 +179,14 @@ class Tally:
         if self.error is None:
             self.failed, self.error = other.failed, other.error
         self.unsupervised = (self.unsupervised + other.unsupervised)[:_SHOWN_IDS]
+        self.blank_ids = (self.blank_ids + other.blank_ids)[:_SHOWN_IDS]
+
+
+def _has_zero_state(states: npt.NDArray[Any]) -> bool:
+    """Say whether a state [token, layer] of states [T, L, H] is zero throughout."""
+    # The first channel is hardly ever zero, and spares all the others.
+    tokens, layers = np.nonzero(states[:, :, 0] == 0)
+    return any(not states[token, layer].any() for token, layer in zip(tokens.tolist(), layers.tolist(), strict=True))
 
 
 def convert_slice(task: Task, numbers: Sequence[int], board: Board) -> Tally:

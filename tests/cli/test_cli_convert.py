@@ -362,6 +362,26 @@ def test_a_dataset_of_holes_alone_may_be_removed(hsfmt, tmp_path):
     assert "use another dataset" not in result.stderr
 
 
+@pytest.mark.parametrize("blank", [(slice(3, 6), slice(None)), (5, 1)], ids=["second-half", "one-state"])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_states_that_were_never_filled_are_told(hsfmt, tmp_path, blank, workers):
+    folder = tmp_path / "source"
+    folder.mkdir()
+    for number in range(20):
+        states = np.full((6, 2, 4), number + 1, np.float32)
+        states[0, 0, 0] = 0  # a zero alone is none
+        if number == 7:
+            states[blank] = 0
+        np.savez(folder / f"s{number:02}.npz", input_ids=np.arange(6), hidden_states=states)
+    flags = ("--from", "npz", "--layer-ids", "1,3", "--final-norm", "pre", "--workers", str(workers))
+    report = hsfmt.json("convert", folder, tmp_path / "d", *flags)
+    assert report["written"]["samples"] == 20
+    assert report["written"]["with_zero_states"] == ["s07"]
+    told = [warning for warning in report["warnings"] if "zero throughout" in warning]
+    assert [warning.partition(" with ")[0] for warning in told] == ["1 sample"]
+    assert told[0].endswith(": s07")
+
+
 @pytest.mark.parametrize("place", ["x", "parts/x", "hsfmt"])
 @pytest.mark.parametrize("dry", [(), ("--dry-run",)], ids=["run", "dry-run"])
 def test_a_dataset_within_another_is_refused(hsfmt, source, dataset, place, dry):
