@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from hsfmt import layout
 from hsfmt.catalog import committed_parts, load_index, load_manifest
 from hsfmt.digests import id_key
 from hsfmt.header import Header
@@ -113,6 +114,9 @@ class CommittedIds(AbstractSet[str]):
         known = set(self._parts)
         batches = []
         fresh = [part for part in committed_parts(self._store) if part not in known]
+        if fresh:
+            # A name that its writer was killed before it had synced is taken for committed: it must not go any more.
+            self._store.sync([layout.MANIFESTS])
         for part in fresh:
             index = self._index(part)
             if index is not None:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from hsfmt.catalog import load_index, load_manifest
 from hsfmt.errors import CorruptionError, Problem
 from hsfmt.header import Header
-from hsfmt.layout import index_path
+from hsfmt.layout import MANIFESTS, index_path
 from hsfmt.readers.sources import SourceSample
 from hsfmt.readers.verification.parts import PartTask, check_part
 from hsfmt.storage import Store
@@ -66,6 +66,8 @@ def reread(store: Store, part: str, header: Header, expected: Mapping[str, Diges
     manifest = load_manifest(store, part, header)
     if not manifest.counts.samples:
         return set()
+    # Another writer may have been killed before it had made its manifest's name durable; what is deleted may well be.
+    store.sync([MANIFESTS, *sorted({entry.path.rpartition("/")[0] for entry in manifest.files})])
     _forget_cached(store, [entry.path for entry in manifest.files])
     problems = [
         Problem(finding.where, finding.expected, finding.got, _REMEDY, finding.samples)

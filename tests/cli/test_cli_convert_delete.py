@@ -153,6 +153,30 @@ def test_files_committed_before_are_read_again_and_deleted(hsfmt, source, whole,
     assert files_of(source) == ["notes.json"]
 
 
+def test_files_committed_before_go_only_once_their_manifests_are_durable(hsfmt, source, tmp_path, monkeypatch):
+    """Whoever committed them may have been killed before it had synced the name of its manifest."""
+    hsfmt("convert", source, tmp_path / "d", *LAYERS)
+    calls = []
+    unlink, fsync = Path.unlink, os.fsync
+
+    def unlinked(path, *args, **kwargs):
+        calls.append(path.name)
+        return unlink(path, *args, **kwargs)
+
+    def synced(fd):
+        calls.append(str(Path(f"/proc/self/fd/{fd}").readlink().relative_to(tmp_path)))
+        return fsync(fd)
+
+    monkeypatch.setattr(Path, "unlink", unlinked)
+    monkeypatch.setattr(os, "fsync", synced)
+    hsfmt("convert", source, tmp_path / "d", *LAYERS, "--delete-source")
+    gone = [at for at, call in enumerate(calls) if call.endswith(".safetensors") and "/" not in call]
+    assert len(gone) == 10
+    (part,) = (path.name for path in (tmp_path / "d" / "parts").iterdir() if path.is_dir())
+    folders = {"d/hsfmt/manifests", "d/hsfmt/index", f"d/parts/{part}", f"d/parts/{part}/hidden_states/c/0/0"}
+    assert folders <= set(calls[: gone[0]])
+
+
 def test_a_file_that_is_another_now_stays(hsfmt, source, tmp_path):
     hsfmt("convert", source, tmp_path / "d", *LAYERS)
     old = (source / "r4.safetensors").stat()

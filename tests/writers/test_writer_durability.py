@@ -135,3 +135,13 @@ def test_sizes_are_checked_between_the_data_and_the_manifest(events, tmp_path, m
     manifest = next(at for at, event in enumerate(events) if event[0] == "link")
     checked = [event[1] for event in events[last_file:manifest] if event[0] == "size"]
     assert sorted(checked) == [entry.path for entry in part.manifest.files]
+
+
+def test_a_sample_is_skipped_as_committed_only_once_its_manifest_is_durable(events, tmp_path):
+    """Its writer may have been killed between the name and the sync of its folder."""
+    write(tmp_path / "dataset").close()
+    events.clear()
+    options = {"layers": [1, 2], "hidden_size": 4, "final_norm": "pre", "dtype": "float32", "seal": False}
+    with DatasetWriter(tmp_path / "dataset", on_duplicate="skip", **options) as writer:
+        assert not writer.write("a", np.arange(9), np.ones((9, 2, 4), np.float32))
+    assert ("fsync", "hsfmt/manifests", "folder") in events
