@@ -53,7 +53,9 @@ class Opened:
     header: Header | None = None
 
 
-def open_source(src: str, name: str | None, options: SourceOptions, store: Store | None) -> Opened:
+def open_source(
+    src: str, name: str | None, options: SourceOptions, store: Store | None, *, deletes: bool = False
+) -> Opened:
     """Open a source and find out what its data means.
 
     Parameters
@@ -62,6 +64,8 @@ def open_source(src: str, name: str | None, options: SourceOptions, store: Store
         As `find_source` takes them.
     store
         The dataset that files of the source are deleted for; None if they never are.
+    deletes
+        Whether this run deletes files, as one of before may have done with those of samples that were there already.
 
     Raises
     ------
@@ -72,20 +76,25 @@ def open_source(src: str, name: str | None, options: SourceOptions, store: Store
         source = find_source(src, name, options=options)
         return Opened(source, source.meaning())
     except (UsageError, NotFoundError, SourceError):
-        found = None if store is None else _reopened(Path(src), name, options, store)
+        found = None if store is None else _reopened(Path(src), name, options, store, deletes=deletes)
         if found is None:
             raise
         return found
 
 
-def _reopened(src: Path, name: str | None, options: SourceOptions, store: Store) -> Opened | None:
+def _reopened(src: Path, name: str | None, options: SourceOptions, store: Store, *, deletes: bool) -> Opened | None:
     """Open what is left of a source that was converted into the dataset; None if it was not."""
     try:
         header = read_header(store)
     except HsfmtError:
         return None
     producers = [load_manifest(store, part, header).producer for part in committed_parts(store)]
-    kinds = {str(producer.get("source_kind")) for producer in producers if _deletes(producer, str(src.resolve()))}
+    own = [producer for producer in producers if _deletes(producer, str(src.resolve()))]
+    if not own and deletes:
+        # Its parts know nothing of a deletion that came after them; without all samples, files may be gone otherwise.
+        own = [producer for producer in producers if _is_of(producer, str(src.resolve()))]
+        own = own if own and _n_missing(own, header, store, of=str(src.resolve())) <= 0 else []
+    kinds = {str(producer.get("source_kind")) for producer in own}
     if len(kinds) != 1 or name not in (None, *kinds) or not src.is_dir():
         return None
     kind = kinds.pop()
@@ -130,13 +139,16 @@ class ConvertedSource(Source):
         raise SourceError.at(item.key, expected="a file", got="none")
 
 
-def _n_missing(producers: list[Mapping[str, Any]], header: Header, store: Store) -> int:
-    """Return how many samples of the source are not committed, by the number that its first run found."""
+def _n_missing(producers: list[Mapping[str, Any]], header: Header, store: Store, *, of: str | None = None) -> int:
+    """Return how many samples of the source are not committed, by the number that its first run found.
+
+    With `of`, only those count that were converted from this folder.
+    """
     counted = [n for producer in producers if isinstance(n := producer.get("source_items"), int)]
     committed: set[str] = set()
     for part in committed_parts(store):
         manifest = load_manifest(store, part, header)
-        if manifest.counts.samples:
+        if manifest.counts.samples and (of is None or _is_of(manifest.producer, of)):
             committed |= _samples(load_index(store, manifest))
     return max(counted, default=1) - len(committed)
 
@@ -150,7 +162,11 @@ def _samples(index: PartIndex) -> set[str]:
 def _deletes(producer: Mapping[str, Any], folder: str) -> bool:
     options = producer.get("options")
     deletes = isinstance(options, Mapping) and options.get(DELETES) is True
-    return deletes and (producer.get("host"), producer.get("source")) == (platform.node(), folder)
+    return deletes and _is_of(producer, folder)
+
+
+def _is_of(producer: Mapping[str, Any], folder: str) -> bool:
+    return (producer.get("host"), producer.get("source")) == (platform.node(), folder)
 
 
 def _meaning(header: Header, kind: str) -> SourceMeaning:

@@ -162,7 +162,7 @@ def make_plan(request: Request) -> Plan:
     store = open_store(request.dst)
     _check_apart(request.src, store)
     listed = all_stamps(Path(request.src)) if request.delete_source else {}
-    opened = open_source(request.src, request.from_, request.options, store)
+    opened = open_source(request.src, request.from_, request.options, store, deletes=request.delete_source)
     source = opened.source
     listed = {path: listed[path] for item in source.items for path in item.shared if path in listed}
     if request.id_prefix is not None:

@@ -160,6 +160,9 @@ class Journal:
             self.entries = read_journal(path)
             os.ftruncate(self._fd, self.entries.nbytes)
             os.lseek(self._fd, 0, os.SEEK_END)
+            # A run that was killed may have left the file, or its last lines, before they were durable.
+            os.fsync(self._fd)
+            sync_folder(path.parent)
         except BaseException:
             os.close(self._fd)
             raise
@@ -177,7 +180,6 @@ class Journal:
         os.ftruncate(self._fd, 0)
         os.lseek(self._fd, 0, os.SEEK_SET)
         self._append([{"job": job, "kind": _KIND}])
-        sync_folder(self.path.parent)
 
     def add(self, units: Mapping[str, Sequence[FileRecord]]) -> None:
         """Note units whose files are whole."""

@@ -178,9 +178,14 @@ class LocalStore(Store):
         while not os.path.isdir(folder):
             missing.append(folder)
             folder = os.path.dirname(folder)
-        os.makedirs(os.path.dirname(final), exist_ok=True)
-        for folder in missing:
+        if missing:
+            # Whoever made that one may have been killed before its entry was durable, and nobody else looks there.
             _fsync_directory(os.path.dirname(folder), must=False)
+        for folder in reversed(missing):
+            with suppress(FileExistsError):
+                os.mkdir(folder)
+            _fsync_directory(os.path.dirname(folder), must=False)
+        os.makedirs(os.path.dirname(final), exist_ok=True)
         return final
 
     def _sync_to_root(self, folder: str, done: set[str] | None = None) -> None:

@@ -177,6 +177,38 @@ def test_files_committed_before_go_only_once_their_manifests_are_durable(hsfmt, 
     assert folders <= set(calls[: gone[0]])
 
 
+def test_files_committed_before_are_deleted_and_the_command_is_given_again(hsfmt, source, whole, tmp_path, monkeypatch):
+    """The parts say nothing of a deletion that came after them; the first run of it ends before its seal."""
+    (source / "notes.json").unlink()
+    hsfmt("convert", source, tmp_path / "d", *LAYERS, "--no-seal")
+
+    def ends(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("hsfmt.cli.converting.run._finish", ends)
+        hsfmt("convert", source, tmp_path / "d", *LAYERS, "--delete-source", code=130)
+    assert files_of(source) == []
+    for _ in range(2):
+        report = hsfmt.json("convert", source, tmp_path / "d", *LAYERS, "--delete-source")
+        assert report["snapshot"]["content_digest"] == whole
+    hsfmt("convert", source, tmp_path / "d", *LAYERS, code=3)
+
+
+def test_an_emptied_folder_of_which_not_all_was_committed_is_no_success(hsfmt, source, tmp_path, monkeypatch):
+    stop_after(4, monkeypatch)
+    hsfmt("convert", source, tmp_path / "d", *LAYERS, "--part-size", "3KiB", code=130)
+    monkeypatch.undo()
+    shutil.rmtree(source)
+    source.mkdir()
+    hsfmt("convert", source, tmp_path / "d", *LAYERS, "--delete-source", code=3)
+    # Samples of another folder make up for none.
+    for n in range(10):
+        connector_file(tmp_path / "other" / f"o{n}.safetensors", 40, 100 + n)
+    hsfmt("convert", tmp_path / "other", tmp_path / "d", *LAYERS)
+    hsfmt("convert", source, tmp_path / "d", *LAYERS, "--delete-source", code=3)
+
+
 def test_a_file_that_is_another_now_stays(hsfmt, source, tmp_path):
     hsfmt("convert", source, tmp_path / "d", *LAYERS)
     old = (source / "r4.safetensors").stat()

@@ -98,6 +98,14 @@ def test_folders_above_a_new_root_are_synced(tmp_path, recorder):
     assert {".", "new", "new/er"} <= set(synced)
 
 
+def test_a_folder_that_a_killed_writer_made_above_the_root_is_synced(tmp_path, recorder):
+    """It was killed before the folder's entry was durable, and a later writer finds the folder."""
+    (tmp_path / "ds" / "found").mkdir()
+    open_store(tmp_path / "ds" / "found" / "new" / "er").write("x", b"")
+    synced = [path for name, kind, path in recorder.events if (name, kind) == ("fsync", "dir")]
+    assert {".", "found", "found/new", "found/new/er"} <= set(synced)
+
+
 def test_nothing_is_seen_under_its_name_before_it_is_whole(store, recorder, monkeypatch):
     seen = []
     real = os.fsync

@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+_durable: set[Path] = set()  # folders that this process made, or found, and whose entry it made durable
 _PREFIX, _SUFFIX = ".hsfmt-", ".tmp"
 
 
@@ -93,13 +94,19 @@ def make_folder(folder: Path) -> None:
     OSError
         The storage fails.
     """
+    folder = folder.absolute()
     missing = []
     while not folder.is_dir():
         missing.append(folder)
         folder = folder.parent
+    if folder not in _durable:
+        # Whoever made it may have been killed before its entry was durable.
+        sync_folder(folder.parent)
+        _durable.add(folder)
     for new in reversed(missing):
         new.mkdir(exist_ok=True)  # another process may make it meanwhile
         sync_folder(new.parent)
+        _durable.add(new)
 
 
 def sync_folder(folder: Path) -> None:
