@@ -372,8 +372,9 @@ def test_states_that_were_never_filled_are_told(hsfmt, tmp_path, blank, workers)
         states[0, 0, 0] = 0  # a zero alone is none
         if number == 7:
             states[blank] = 0
-        np.savez(folder / f"s{number:02}.npz", input_ids=np.arange(6), hidden_states=states)
-    flags = ("--from", "npz", "--layer-ids", "1,3", "--final-norm", "pre", "--workers", str(workers))
+        tensors = {"hidden_states": FileTensor("float32", states), "token_ids": FileTensor("int64", np.arange(6))}
+        write_sample_file(folder / f"s{number:02}.safetensors", tensors, {}, overwrite=True)
+    flags = ("--from", "vllm", "--layer-ids", "1,3", "--workers", str(workers))
     report = hsfmt.json("convert", folder, tmp_path / "d", *flags)
     assert report["written"]["samples"] == 20
     assert report["written"]["with_zero_states"] == ["s07"]
