@@ -18,7 +18,7 @@ INSTALL := pip install --quiet --disable-pip-version-check -c constraints.txt
 
 help:
 	@echo 'make demo        convert real files, seal, verify, read, and train a few steps on them'
-	@echo 'make test        lint, types, import contracts and every test but those of engines: what CI runs'
+	@echo 'make test        lint, types, import contracts and every test but those of engines'
 	@echo 'make lint        ruff: rules and format'
 	@echo 'make format      let ruff put the files right'
 	@echo 'make typecheck   mypy --strict on the tree as installed'
@@ -27,7 +27,7 @@ help:
 	@echo 'make test-py312  the tests that need no torch, on Python 3.12 or 3.13'
 	@echo 'make bench       this reader beside what else people read with; BENCH_ARGS=--quick for a minute of it'
 	@echo 'make venv        only the environment, in .venv'
-	@echo 'make test-engines  the tests that run real engines, trainers and their readers: half an hour with their installation'
+	@echo 'make test-engines  the tests that run real engines, trainers and their readers: half an hour with their installation; CI runs them too'
 	@echo 'make engines     SGLang, vLLM, speculators, SpecForge and other readers on the CPU, in environments of their own: 11 GB'
 
 # --- environments ----------------------------------------------------------------------------------------------------
