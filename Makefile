@@ -14,7 +14,7 @@ PYTEST_ARGS ?= -n 2 --dist worksteal
 INSTALL := pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DELETE_ON_ERROR:
-.PHONY: help venv engines test check pytest test-engines lint format typecheck contracts demo bench test-py312 clean
+.PHONY: help venv engines test check pytest test-engines test-deep test-remote fuzz lint format typecheck contracts demo bench test-py312 clean
 
 help:
 	@echo 'make demo        convert real files, seal, verify, read, and train a few steps on them'
@@ -28,6 +28,8 @@ help:
 	@echo 'make bench       this reader beside what else people read with; BENCH_ARGS=--quick for a minute of it'
 	@echo 'make venv        only the environment, in .venv'
 	@echo 'make test-engines  the tests that run real engines, trainers and their readers: half an hour with their installation; CI runs them too'
+	@echo 'make test-remote the tests of the readers again, on datasets in S3 and behind nginx'
+	@echo 'make test-deep   thousands of kills, faults, flipped bytes and fuzzed files: hours, for nights'
 	@echo 'make engines     SGLang, vLLM, speculators, SpecForge and other readers on the CPU, in environments of their own: 11 GB'
 
 # --- environments ----------------------------------------------------------------------------------------------------
@@ -102,11 +104,33 @@ check:
 	@$(MAKE) --no-print-directory contracts
 
 pytest: venv
-	$(BIN)/python -m pytest $(PYTEST_ARGS) -m 'not engine'
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m 'not engine and not deep'
 
 # One at a time: each starts servers, and the machine may have two cores.
 test-engines: venv engines
 	$(BIN)/python -m pytest -n 0 -m engine
+
+# Faults, kills, sweeps, fuzzing and the state machine with many more rounds: hours.
+test-deep: venv
+	HYPOTHESIS_PROFILE=explore $(BIN)/python -m pytest $(PYTEST_ARGS) -m deep
+
+# The readers' tests once more, with every dataset that they open in a bucket, and then on a web server: half an hour.
+test-remote: venv
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m 'not engine and not deep' --store s3 tests/readers
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m 'not engine and not deep' --store http tests/readers
+
+# Coverage-guided, on Python 3.11 where atheris has a wheel; FUZZ_ARGS='manifest -max_total_time=600' for one target.
+FUZZ_ARGS ?= all -max_total_time=600
+
+.venv-fuzz/.installed: pyproject.toml constraints.txt tests/hostile/fuzz-requirements.txt
+	test -x .venv-fuzz/bin/python || $(PYTHON) -m venv .venv-fuzz
+	.venv-fuzz/bin/python -m $(INSTALL) setuptools
+	.venv-fuzz/bin/python -m $(INSTALL) --no-build-isolation --editable '.[test]'
+	.venv-fuzz/bin/python -m $(INSTALL) -r tests/hostile/fuzz-requirements.txt
+	@touch $@
+
+fuzz: .venv-fuzz/.installed
+	.venv-fuzz/bin/python tests/hostile/fuzz_atheris.py $(FUZZ_ARGS)
 
 lint: venv
 	$(BIN)/ruff check
@@ -128,7 +152,7 @@ ifeq ($(NEWER_PYTHON),)
 else
 	@$(MAKE) --no-print-directory .venv312/.installed
 	@$(BIN_NEWER)/python -c 'import sys, zarr, numcodecs; print("Python", sys.version.split()[0], "zarr", zarr.__version__, "numcodecs", numcodecs.__version__)'
-	$(BIN_NEWER)/python -m pytest $(PYTEST_ARGS) -m 'not torch and not engine'
+	$(BIN_NEWER)/python -m pytest $(PYTEST_ARGS) -m 'not torch and not engine and not deep'
 endif
 
 # --- what it does ----------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+from collections.abc import Sequence
 from pathlib import Path
 
 PACKAGES = (
@@ -37,10 +38,10 @@ def file_system(folder: Path) -> str:
     return best[1]
 
 
-def versions() -> dict[str, str]:
+def versions(names: Sequence[str] = PACKAGES) -> dict[str, str]:
     """Return the versions of what is compared; "not installed" for what is missing."""
     found = {}
-    for name in PACKAGES:
+    for name in names:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -48,11 +49,11 @@ def versions() -> dict[str, str]:
     return found
 
 
-def describe(folder: Path) -> list[str]:
+def describe(folder: Path, names: Sequence[str] = PACKAGES) -> list[str]:
     """Return the machine in lines of prose."""
     cores = len(os.sched_getaffinity(0))
     software = f"Linux {platform.release()}, {file_system(folder)}; Python {platform.python_version()}"
     return [
         f"{cpu_model()}, {cores} cores, {memory_gib():.0f} GiB of memory, {software}.",
-        "Versions: " + ", ".join(f"{name} {version}" for name, version in versions().items()) + ".",
+        "Versions: " + ", ".join(f"{name} {version}" for name, version in versions(names).items()) + ".",
     ]

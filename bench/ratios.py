@@ -51,10 +51,12 @@ class Target:
 
 def _speeds(peer: str, other: str, case: str = "samples", threads: int = 1) -> Ratio:
     """How many times as fast as the other: interleaved rounds, so each is compared with its own."""
-    return _seconds((other, threads, case), (peer, threads, case))
+    return ratio_of((other, threads, case), (peer, threads, case))
 
 
-def _seconds(above: tuple[str, int, str], below: tuple[str, int, str]) -> Ratio:
+def ratio_of(above: tuple[str, int, str], below: tuple[str, int, str]) -> Ratio:
+    """Return the ratio of the costs of two (peer, threads, case), round by round."""
+
     def rounds(results: Results, field: str) -> Rounds:
         costs = results.costs.get(above), results.costs.get(below)
         if not costs[0] or not costs[1]:
@@ -106,8 +108,8 @@ def targets() -> list[Target]:
     for n, name in ((1, "one thread"), (2, "two threads")):
         least(f"none, reused, checks off / raw preadv reused, {name}", 0.85, _speeds(unchecked, raw, threads=n))
         least(f"none, reused / raw preadv reused, {name}", 0.6, _speeds(none, raw, threads=n))
-    least("none, packed batches / their samples", 1.0, _seconds((none, 1, "samples"), (none, 1, "batches")))
-    least("zstd, packed batches / their samples", 1.0, _seconds((zstd, 1, "samples"), (zstd, 1, "batches")))
+    least("none, packed batches / their samples", 1.0, ratio_of((none, 1, "samples"), (none, 1, "batches")))
+    least("zstd, packed batches / their samples", 1.0, ratio_of((zstd, 1, "samples"), (zstd, 1, "batches")))
     least("none, fresh / raw preadv fresh", 0.85, _speeds(fresh, "raw preadv, fresh tensor"))
     for other in ("safetensors load_file, copied out", "safetensors safe_open, get_slice"):
         least(f"none, fresh / {other}", 1.0, _speeds(fresh, other))
@@ -117,16 +119,16 @@ def targets() -> list[Target]:
     least("none, fresh / tensorstore, same array", 2, _speeds(fresh, "tensorstore, hsfmt's none array"))
     for n, name in ((1, "one thread"), (2, "two threads")):
         least(f"zstd, reused / bare decompression, {name}", 0.8, _speeds(zstd, bare, threads=n))
-    least("zstd, reused, two threads / one", 1.6, _seconds((zstd, 1, "samples"), (zstd, 2, "samples")))
+    least("zstd, reused, two threads / one", 1.6, ratio_of((zstd, 1, "samples"), (zstd, 2, "samples")))
     least(
-        "bare decompression, two threads / one (the machine)", 1.6, _seconds((bare, 1, "samples"), (bare, 2, "samples"))
+        "bare decompression, two threads / one (the machine)", 1.6, ratio_of((bare, 1, "samples"), (bare, 2, "samples"))
     )
     least("zstd, fresh / zarr-python, same array", 3, _speeds(zfresh, "zarr-python, hsfmt's zstd array"))
     least("zstd, fresh / zarrs, same array", 1.5, _speeds(zfresh, zarrs.format("zstd")))
     least("zstd, fresh / tensorstore, same array", 1.5, _speeds(zfresh, "tensorstore, hsfmt's zstd array"))
     for codec, peer in (("none", none), ("zstd", zstd)):
         most(f"{codec}, one layer of 4: bytes / whole samples", 0.27, _layer_bytes(peer))
-        most(f"{codec}, one layer of 4: time / whole samples", 0.35, _seconds((peer, 1, "layer"), (peer, 1, "samples")))
+        most(f"{codec}, one layer of 4: time / whole samples", 0.35, ratio_of((peer, 1, "layer"), (peer, 1, "samples")))
         most(f"{codec}, window of 256 tokens / its sample of 4,096", 0.15, _window(peer))
     for other in ("mosaicml-streaming, MDS", "litdata, as int16, copied out"):
         for case, title in (

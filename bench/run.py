@@ -3,6 +3,7 @@
     make bench BENCH_ARGS=--quick                  about a minute
     make bench                                     about ten minutes, 6 GB of disk
     make bench BENCH_ARGS='--write docs/benchmarks.md'
+    make bench BENCH_ARGS='--only "hsfmt none, reused" --only "hsfmt zstd, reused" --checks docs/reliability.md'
 
 docs/benchmarks.md says what is measured and how.
 """
@@ -328,6 +329,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where to put the data for the time of the run")
     parser.add_argument("--json", type=Path, help="all figures of all rounds")
     parser.add_argument("--write", type=Path, help="the page whose table is replaced")
+    parser.add_argument("--checks", type=Path, help="the page whose table of what the checks cost is replaced")
     options = parser.parse_args()
     chosen = SIZES[options.size or "full"]
     if options.rounds:
@@ -341,6 +343,8 @@ def main() -> None:
         options.json.write_text(json.dumps(results.as_json(), indent=1))
     if options.write:
         table.write(options.write, text)
+    if options.checks:
+        table.write(options.checks, table.checks(results), table.CHECKS)
 
 
 if __name__ == "__main__":

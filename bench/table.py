@@ -6,10 +6,11 @@ import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from ratios import targets
+from ratios import ratio_of, targets
 from results import Results
 
 BEGIN, END = "<!-- bench: begin -->", "<!-- bench: end -->"
+CHECKS = ("<!-- checks: begin -->", "<!-- checks: end -->")
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]], numeric_from: int = 1) -> str:
@@ -92,6 +93,33 @@ def ratios(results: Results) -> str:
     return markdown(
         ["ratio", "target", "reached (rounds)", "by CPU seconds", ""], [target.line(results) for target in targets()]
     )
+
+
+def checks(results: Results) -> str:
+    """Return what comparing with digests costs: each codec with and without, in each case."""
+    header = ["codec", "read", "threads", "checked, GB/s", "unchecked, GB/s", "checked / unchecked", "by CPU seconds"]
+    rows = []
+    for with_checks in results.peers:
+        without = with_checks.replace("reused buffer", "reused, checks off")
+        if with_checks == without or without not in results.peers:
+            continue
+        codec = with_checks.removeprefix("hsfmt ").partition(",")[0]
+        for name, case, n in _measured(results):
+            reached = ratio_of((without, n, name), (with_checks, n, name))(results, "seconds")
+            cpu = ratio_of((without, n, name), (with_checks, n, name))(results, "cpu")
+            if not reached or not cpu:
+                continue
+            speed = [_figure(results.speed(peer, name, n)) for peer in (with_checks, without)]
+            spread = f"{statistics.median(reached):.2f} ({min(reached):.2f}–{max(reached):.2f})"
+            rows.append([codec, case, str(n), *speed, spread, _figure(statistics.median(cpu))])
+    facts = "\n".join(f"- {fact}" for fact in results.facts)
+    return f"{facts}\n\n{markdown(header, rows, 2)}"
+
+
+def _measured(results: Results) -> list[tuple[str, str, int]]:
+    """Return (case, title, threads) of what each reader does warm, and of reading from the disk."""
+    warm = [(name, case.title, n) for name, case in results.cases.items() for n in case.threads]
+    return [*warm, ("cold", "whole samples, cold", 1)]
 
 
 def document(results: Results) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -48,10 +48,19 @@ def until_told(numbers: Sequence[int], board: Board) -> Iterator[int]:
 
 
 class LocalBoard:
-    """The board of a conversion within this process."""
+    """The board of a conversion within this process.
 
-    def __init__(self, progress: Progress) -> None:
+    Parameters
+    ----------
+    progress
+        Is told how far it is.
+    interrupt
+        Raises an interruption that came, between two items.
+    """
+
+    def __init__(self, progress: Progress, interrupt: Callable[[], None] = lambda: None) -> None:
         self._progress = progress
+        self._interrupt = interrupt
         self._items = self._nbytes = 0
 
     def advance(self, nbytes: int) -> None:
@@ -61,7 +70,8 @@ class LocalBoard:
         self._progress.update(self._nbytes, f"{self._items:,} {self._progress.noun}")
 
     def order(self) -> int:
-        """Return GO_ON: an interruption comes as KeyboardInterrupt."""
+        """Return GO_ON; an interruption that came is raised as KeyboardInterrupt."""
+        self._interrupt()
         return GO_ON
 
     def room(self, nbytes: int) -> AbstractContextManager[None]:

@@ -17,11 +17,12 @@ from hsfmt.cli.capture_run import CaptureRun, RunOptions, Tally
 from hsfmt.cli.capture_servers import find_server
 from hsfmt.cli.failures import dumps, one_line
 from hsfmt.cli.options import json_option, quiet_option
+from hsfmt.cli.storage_options import dataset_argument, storage_option
 from hsfmt.cli.termination import sigterm_interrupts
 from hsfmt.errors import NotFoundError, UsageError
 from hsfmt.idset import CommittedIds
 from hsfmt.sealing import seal as seal_dataset
-from hsfmt.storage import open_store
+from hsfmt.storage import Store
 
 _PROGRESS_SECONDS = 10.0
 _SHOWN = 10
@@ -29,7 +30,7 @@ _SHOWN = 10
 
 @click.command()
 @click.argument("prompts", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.argument("url")
+@dataset_argument
 @click.option(
     "--server", required=True, metavar="URL", help="The server: SGLang with hsfmt's plugin, or vLLM with its connector."
 )
@@ -64,12 +65,13 @@ _SHOWN = 10
 @click.option(
     "--seal/--no-seal", default=True, show_default=True, help="Seal the dataset when all of the file is in it."
 )
+@storage_option
 @json_option
 @quiet_option
 def command(  # noqa: PLR0913  one parameter an option
     *,
     prompts: Path,
-    url: str,
+    store: Store,
     server: str,
     tokenizer: str | None,
     mask: str,
@@ -93,19 +95,19 @@ def command(  # noqa: PLR0913  one parameter an option
         raise UsageError.at(str(prompts), expected="prompts", got="an empty file")
     shown = _Progress(n_lines, shown=not quiet)
     run = CaptureRun(
-        find_server(server, api_key), _Durable(url), RunOptions(concurrency=concurrency, tries=tries), shown.update
+        find_server(server, api_key), _Durable(store), RunOptions(concurrency=concurrency, tries=tries), shown.update
     )
     try:
         with sigterm_interrupts():
             run.run(file)
     except BaseException:
         if not as_json:  # there the error is the document
-            _report(run.tally, url, as_json=False, seconds=shown.seconds)
+            _report(run.tally, store.url, as_json=False, seconds=shown.seconds)
         raise
-    _report(run.tally, url, as_json=as_json, seconds=shown.seconds)
+    _report(run.tally, store.url, as_json=as_json, seconds=shown.seconds)
     complete = not run.tally.failed and not run.tally.bad
     if seal and complete:
-        sealed = _seal(url)
+        sealed = _seal(store)
         if not as_json:
             click.echo(f"sealed      {sealed}")
     if not complete:
@@ -115,8 +117,8 @@ def command(  # noqa: PLR0913  one parameter an option
 class _Durable:
     """The ids in a dataset that may not be there yet."""
 
-    def __init__(self, url: str) -> None:
-        self._store = open_store(url)
+    def __init__(self, store: Store) -> None:
+        self._store = store
         self._ids: CommittedIds | None = None
 
     def __call__(self) -> AbstractSet[str]:
@@ -159,8 +161,8 @@ class _Progress:
         )
 
 
-def _seal(url: str) -> str:
-    snapshot = seal_dataset(open_store(url)).snapshot
+def _seal(store: Store) -> str:
+    snapshot = seal_dataset(store).snapshot
     return f"{snapshot.n_samples:,} samples, {snapshot.fingerprint}"
 
 

@@ -19,6 +19,7 @@ from typing import Any
 from hsfmt.cli.capture_prompts import BadLine, Prompt
 from hsfmt.cli.capture_servers import AGAIN, TAKEN, CaptureServer
 from hsfmt.errors import StorageError
+from hsfmt.interruptions import interruptions_wait
 
 _POLL_SECONDS = 0.2
 _LOOK_SECONDS = 15.0
@@ -174,14 +175,18 @@ class CaptureRun:
         running: set[Future[None]] = set()
         with ThreadPoolExecutor(self._options.concurrency, thread_name_prefix="hsfmt-send") as pool:
             try:
-                for prompt in prompts:
-                    with self._lock:
-                        self.tally.failed[prompt.sample_id] = _NOT_SENT
-                    running.add(pool.submit(self._send, prompt))
-                    while len(running) >= 2 * self._options.concurrency:
+                with interruptions_wait(second_strikes=True) as interrupt:
+                    for prompt in prompts:
+                        with self._lock:
+                            self.tally.failed[prompt.sample_id] = _NOT_SENT
+                        running.add(pool.submit(self._send, prompt))
+                        interrupt()
+                        while len(running) >= 2 * self._options.concurrency:
+                            running = self._wait(running)
+                            interrupt()
+                    while running:
                         running = self._wait(running)
-                while running:
-                    running = self._wait(running)
+                        interrupt()
             except BaseException:
                 self._stop.set()
                 pool.shutdown(wait=True, cancel_futures=True)

@@ -11,14 +11,15 @@ import click
 from hsfmt.cli import sample_summary, units
 from hsfmt.cli.failures import dumps
 from hsfmt.cli.opening import snapshot_to_read
-from hsfmt.cli.options import json_option, layer_ids, snapshot_option
+from hsfmt.cli.options import LocalFile, json_option, layer_ids, snapshot_option
+from hsfmt.cli.storage_options import dataset_argument, storage_option
 from hsfmt.columns import IDS, MASK, STATES
 from hsfmt.errors import SampleNotFoundError, UsageError
 from hsfmt.header import Header
 from hsfmt.readers.part_cache import OpenPart
 from hsfmt.readers.sample_arrays import SampleArrays
 from hsfmt.readers.sample_reader import SampleReader
-from hsfmt.storage import open_store
+from hsfmt.storage import Store
 from hsfmt.writers.sample_files import SUFFIXES, FileTensor, file_name, write_sample_file
 
 _FORMATS = tuple(suffix[1:] for suffix in SUFFIXES)
@@ -26,18 +27,19 @@ _DIGITS = 20  # no number of a sample has so many
 
 
 @click.command()
-@click.argument("url")
+@dataset_argument
 @click.argument("sample_id", metavar="[ID]", required=False)
 @click.option("--index", type=int, metavar="N", help="The sample's number in `hsfmt ls`, instead of its id.")
-@click.option("-o", "--output", metavar="FILE", help="File to write; in a folder, a name is made of the id.")
+@click.option("-o", "--output", type=LocalFile(), metavar="FILE", help="In a folder, a name is made of the id.")
 @click.option("--format", "format_", type=click.Choice(_FORMATS), help="Format, where FILE is a folder.")
 @click.option("--force", is_flag=True, help="Replace FILE if it is there.")
 @click.option("--layers", metavar="IDS", callback=layer_ids, help="These layers only, by HF index: 2,8.")
 @snapshot_option
+@storage_option
 @json_option
 def command(  # noqa: PLR0913  each is an option of its own
     *,
-    url: str,
+    store: Store,
     sample_id: str | None,
     index: int | None,
     output: str | None,
@@ -54,7 +56,6 @@ def command(  # noqa: PLR0913  each is an option of its own
     """
     if (sample_id is None) == (index is None):
         raise click.UsageError("name one sample: by its ID, or by --index N")
-    store = open_store(url)
     reader = SampleReader(store, snapshot=snapshot_to_read(store, snapshot))
     number = _by_id(reader, sample_id) if sample_id is not None else _number(index or 0, len(reader))
     sample = reader.read(number, layers=layers)

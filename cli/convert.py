@@ -14,6 +14,7 @@ from hsfmt.cli.converting.report import Report
 from hsfmt.cli.converting.reshaping import CAST_DTYPES, RESHAPING_OPTIONS, Reshaping
 from hsfmt.cli.failures import dumps, exit_code, show
 from hsfmt.cli.options import json_option, layer_ids, quiet_option, size, workers_option
+from hsfmt.cli.storage_options import shown_command, storage_option
 from hsfmt.cli.termination import sigterm_interrupts
 from hsfmt.codecs import CODECS
 from hsfmt.errors import SourceError, UsageError
@@ -126,6 +127,7 @@ def part_size_or_none(ctx: click.Context, param: click.Parameter, value: str | N
 )
 @click.option("--seal/--no-seal", default=True, help="Make what is committed the current snapshot at the end.")
 @click.option("--expect", type=click.IntRange(1), metavar="N", help="Do not seal unless there are N samples.")
+@storage_option
 @json_option
 @quiet_option
 @click.pass_context
@@ -160,7 +162,8 @@ def command(
         remedy = "it goes with --trim-padding, and changes nothing by itself"
         raise UsageError.at("--pad-id", expected="--trim-padding beside it", got="none", remedy=remedy)
     reshaping = Reshaping(**{name: request.pop(name) for name in RESHAPING_OPTIONS})
-    asked = Request(options=options, reshaping=reshaping, command=("hsfmt", *(ctx.find_root().obj or ())), **request)
+    typed = ("hsfmt", *shown_command(ctx.find_root().obj or ()))
+    asked = Request(options=options, reshaping=reshaping, command=typed, **request)
     with sigterm_interrupts():
         report = conversion.run(make_plan(asked), show_progress=not (as_json or quiet))
         _print(report, as_json=as_json)

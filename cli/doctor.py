@@ -76,7 +76,7 @@ def command(ctx: click.Context, /, *, src: str, as_json: bool, quiet: bool, full
         guessing = name is None and not given["key_map"]
         try:
             if guessing:
-                claims = folder_claims(path)
+                claims = folder_claims(src)  # as text: a URL is told by it
                 certain = [claimed for claimed, claim in claims.items() if claim.certain]
                 name = certain[0] if len(certain) == 1 else None
             source = find_source(src, name, options=_options(given))

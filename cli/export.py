@@ -15,6 +15,7 @@ from hsfmt.cli.exporting.report import ExportReport
 from hsfmt.cli.exporting.states import CASTS
 from hsfmt.cli.failures import dumps, exit_code, show
 from hsfmt.cli.options import json_option, layer_ids, quiet_option, snapshot_option, workers_option
+from hsfmt.cli.storage_options import storage_option
 from hsfmt.cli.termination import sigterm_interrupts
 from hsfmt.writers.targets.registry import TARGET_NAMES
 
@@ -67,6 +68,7 @@ class TargetName(click.Choice):  # type: ignore[type-arg] # click 8.1 has no par
 @click.option("--dry-run", is_flag=True, help="Say what would happen, with a size estimate; write nothing.")
 @click.option("--force", is_flag=True, help="Start although the estimate does not fit.")
 @click.option("--strict", is_flag=True, help="Refuse a format that has no place for all that the samples have.")
+@storage_option
 @json_option
 @quiet_option
 @click.pass_context

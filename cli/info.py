@@ -11,6 +11,8 @@ from hsfmt.cli.failures import dumps, one_line
 from hsfmt.cli.opening import open_dataset
 from hsfmt.cli.options import json_option, snapshot_option
 from hsfmt.cli.overview import overview
+from hsfmt.cli.storage_options import dataset_argument, storage_option
+from hsfmt.storage import Store
 
 _NORMS = {
     "pre": "pre: a state after the last layer is taken before the model's final norm",
@@ -21,15 +23,16 @@ _SHOWN = 20
 
 
 @click.command()
-@click.argument("url")
+@dataset_argument
 @snapshot_option
+@storage_option
 @json_option
-def command(url: str, *, snapshot: str | None, as_json: bool) -> None:
+def command(*, store: Store, snapshot: str | None, as_json: bool) -> None:
     """Say what the dataset at URL holds and means.
 
     Layers are named in both conventions: as HF hidden_states index k, and as the output of a decoder layer, k - 1.
     """
-    facts = overview(open_dataset(url, snapshot))
+    facts = overview(open_dataset(store, snapshot))
     click.echo(dumps(facts) if as_json else _text(facts))
 
 
@@ -104,7 +107,7 @@ def _unserved(nbytes: int) -> list[tuple[str, str]]:
 
 def _state(facts: dict[str, Any]) -> list[tuple[str, str]]:
     newer, shadowed = facts["newer"], facts["shadowed"]
-    sealed = facts["sealed"] or "never: run `hsfmt seal` to give readers a snapshot"
+    sealed = one_line(facts["sealed"] or "") or "never: run `hsfmt seal` to give readers a snapshot"
     if facts["live"] and facts["sealed"]:
         sealed += "; shown is what is committed now"
     rows = [

@@ -8,30 +8,36 @@ from collections.abc import Iterator
 from typing import Any
 
 import click
+import numpy as np
 
-from hsfmt.catalog import load_ref
+from hsfmt.catalog import load_listed
 from hsfmt.cli.failures import exit_code, json_problems, one_line, show
 from hsfmt.cli.opening import Opened, open_dataset
 from hsfmt.cli.options import json_option, snapshot_option
+from hsfmt.cli.storage_options import dataset_argument, storage_option
 from hsfmt.errors import HsfmtError
 from hsfmt.index import PartIndex
+from hsfmt.snapshot import Snapshot
+from hsfmt.storage import Reads, Store
+from hsfmt.storage.read_together import read_together
 
 # Samples of a part mostly lie together in a snapshot; with this many indexes at hand, mixed ones are no trouble either.
 _CACHED_INDEXES = 64
 
 
 @click.command()
-@click.argument("url")
+@dataset_argument
 @snapshot_option
 @click.option("-l", "--long", "long", is_flag=True, help="Part, row and metadata of each sample too.")
 @click.option("--limit", type=click.IntRange(0), metavar="N", help="The first N only.")
 @click.option("--holes", is_flag=True, help="List the holes with their reasons instead.")
+@storage_option
 @json_option
 @click.pass_context
 def command(
     ctx: click.Context,
     *,
-    url: str,
+    store: Store,
     snapshot: str | None,
     long: bool,
     limit: int | None,
@@ -39,7 +45,7 @@ def command(
     as_json: bool,
 ) -> None:
     """List the samples of the dataset at URL in order: number, tokens, supervised tokens, id."""
-    opened = open_dataset(url, snapshot)
+    opened = open_dataset(store, snapshot)
     if opened.is_live and snapshot is None:
         click.echo("never sealed: these are the samples committed now", err=True)
     rows = _holes(opened) if holes else _samples(opened, long=long)
@@ -54,6 +60,9 @@ def command(
 def _samples(opened: Opened, *, long: bool) -> Iterator[dict[str, Any]]:
     snapshot, ids = opened.snapshot, opened.ids()
     indexes: dict[int, PartIndex] = {}
+    numbers, firsts = np.unique(snapshot.part, return_index=True)
+    in_order = numbers[np.argsort(firsts)].tolist() if long else []
+    files = read_together(opened.store, [each for number in in_order for each in snapshot.parts[number].documents])
     for i in range(snapshot.n_samples):
         row = {
             "id": ids[i],
@@ -63,7 +72,7 @@ def _samples(opened: Opened, *, long: bool) -> Iterator[dict[str, Any]]:
         }
         if long:
             number, place = int(snapshot.part[i]), int(snapshot.row[i])
-            index = _index(opened, number, indexes)
+            index = _index(files, snapshot, number, indexes)
             row |= {
                 "loss_mask_given": bool(index.loss_mask_given[place]),
                 "metadata": index.metadata(place),
@@ -74,12 +83,12 @@ def _samples(opened: Opened, *, long: bool) -> Iterator[dict[str, Any]]:
         yield row
 
 
-def _index(opened: Opened, number: int, indexes: dict[int, PartIndex]) -> PartIndex:
+def _index(files: Reads, snapshot: Snapshot, number: int, indexes: dict[int, PartIndex]) -> PartIndex:
     if number not in indexes:
         if len(indexes) >= _CACHED_INDEXES:
             del indexes[next(iter(indexes))]
-        loaded = load_ref(opened.store, opened.snapshot.parts[number], opened.snapshot.header).index
-        assert loaded is not None, "a part with samples has an index"
+        loaded = load_listed(files, snapshot, number).index
+        assert loaded is not None, "a part that has the rows of samples has an index"
         indexes[number] = loaded
     return indexes[number]
 

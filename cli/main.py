@@ -13,6 +13,7 @@ import click
 
 import hsfmt
 from hsfmt.cli.failures import BROKEN_PIPE, as_json, exit_code, show
+from hsfmt.cli.termination import no_interruption_is_lost
 from hsfmt.versions import FORMAT
 
 _COMMANDS = {
@@ -23,7 +24,16 @@ _COMMANDS = {
     "info": "Say what a dataset holds and means.",
     "ls": "List the samples of a dataset, or its holes.",
     "seal": "Make all that is committed the dataset's current snapshot.",
+    "repair": "Keep what can be proven of a damaged dataset, and say what is lost.",
+    "compact": "Make few parts of many.",
+    "retract": "Serve some samples no longer; their data stays.",
+    "gc": "Remove what no snapshot and no part needs any more: the only command that deletes.",
+    "merge": "Put the parts of several datasets into one, without writing them anew.",
+    "push": "Make another place hold the same dataset: what it lacks is copied.",
+    "pull": "Bring a dataset here from another place.",
+    "card": "Write the card of a dataset for the Hub.",
     "export": "Write a dataset in the format of another program.",
+    "cache": "Look at, clear or fill the local cache of remote datasets.",
     "cat": "Show one sample, or write it to a .pt, .safetensors or .npz file.",
     "capture": "Send prompts to a server that captures into a dataset.",
     "speculators-train": "Train a drafter with speculators on a dataset.",
@@ -60,7 +70,8 @@ class CommandLine(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; a reader of ours that went away (`| head`) is no error to talk about."""
         try:
-            result = super().invoke(ctx)
+            with no_interruption_is_lost():
+                result = super().invoke(ctx)
             sys.stdout.flush()
         except BrokenPipeError:
             if not _reader_is_gone():
@@ -101,6 +112,8 @@ def main() -> None:
     """Datasets of multi-layer LLM hidden states: convert, check, look at, seal."""
     # The commands report by themselves; without a handler, Python would print the package's warnings once more.
     logging.getLogger("hsfmt").addHandler(logging.NullHandler())
+    # gcsfs would print the traceback of a failure that is an error of ours, too.
+    logging.getLogger("gcsfs").addHandler(logging.NullHandler())
 
 
 if __name__ == "__main__":

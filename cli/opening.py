@@ -10,7 +10,8 @@ from hsfmt.pointer import Pointer
 from hsfmt.readers.open_snapshot import LIVE, SnapshotChoice, choose_snapshot
 from hsfmt.root import enclosing_dataset
 from hsfmt.snapshot import Snapshot, SnapshotIds
-from hsfmt.storage import Store, open_store
+from hsfmt.storage import Store
+from hsfmt.stored_snapshots import stored_snapshots
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +66,17 @@ def snapshot_to_read(store: Store, which: str | None) -> str | None:
     """
     check_place(store)
     read_header(store)
-    return LIVE if which is None and read_pointer(store) is None else which
+    if which is None and store.can_list and read_pointer(store) is None and not stored_snapshots(store):
+        return LIVE
+    return which
 
 
-def open_dataset(url: str, which: str | None) -> Opened:
+def open_dataset(store: Store, which: str | None) -> Opened:
     """Open a dataset.
 
     Parameters
     ----------
-    url
+    store
         The dataset.
     which
         A fingerprint, "live", or None: the sealed snapshot, and a live one where there is none.
@@ -85,6 +88,5 @@ def open_dataset(url: str, which: str | None) -> Opened:
     CorruptionError
         What is there is not what was written.
     """
-    store = open_store(url)
     choice, snapshot = choose_snapshot(store, snapshot_to_read(store, which))
     return Opened(store, read_pointer(store), choice, snapshot)

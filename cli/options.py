@@ -12,6 +12,17 @@ from hsfmt.digests import is_digest
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+
+class LocalFile(click.Path):
+    """The path of a file on this machine."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Refuse a URL, which as a path would be a folder named after its scheme."""
+        if "://" in str(value):
+            self.fail("a URL; it is written to a local file", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
     _UNITS |= {f"{_letter}ib": 1024**_power, f"{_letter}b": 1000**_power, _letter: 1024**_power}

@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 
 from hsfmt import canonical, digests
-from hsfmt.catalog import committed_parts, load_manifest, load_ref
+from hsfmt.attachments import check_entries
+from hsfmt.catalog import committed_parts, load_listed, load_manifests
 from hsfmt.cli.opening import Opened
 from hsfmt.columns import CORE_COLUMNS, STATES
 from hsfmt.index import PartIndex
 from hsfmt.manifest import PartManifest
 from hsfmt.snapshot import Snapshot
+from hsfmt.storage.read_together import read_together
 
 # What differs from run to run of one producer, and would keep equal ones apart.
 _PER_RUN = ("started", "host", "command", "source_files", "source_folders", "source_nbytes")
@@ -32,6 +34,7 @@ class _Sums:
     token_nbytes: int = 0
     holes: dict[str, str] = field(default_factory=dict)
     retracted: list[str] = field(default_factory=list)
+    replaced: set[str] = field(default_factory=set)
     masks_given: int = 0
     columns: dict[str, dict[str, Any]] = field(default_factory=dict)
     producers: dict[bytes, dict[str, Any]] = field(default_factory=dict)
@@ -50,6 +53,7 @@ class _Sums:
             elif name not in CORE_COLUMNS:
                 self.columns[name] = column.declaration()
         self.holes |= manifest.holes
+        self.replaced |= manifest.replaces.keys()
         shared = {key: value for key, value in manifest.producer.items() if key not in _PER_RUN}
         entry = self.producers.setdefault(canonical.dumps(shared), {"parts": 0, "producer": shared, "runs": []})
         entry["parts"] += 1
@@ -72,7 +76,9 @@ def overview(opened: Opened) -> dict[str, Any]:
     lengths = snapshot.n_tokens
     same = int(snapshot.shadowed_same.sum())
     return {
-        "attachments": [dict(entry) for entry in snapshot.attachments],
+        "attachments": [
+            dict(entry) for entry in check_entries(snapshot.attachments, f"snapshot {snapshot.fingerprint}")
+        ],
         "columns": sums.columns,
         "content_digest": snapshot.content_digest,
         "files": sums.files,
@@ -84,7 +90,7 @@ def overview(opened: Opened) -> dict[str, Any]:
         ],
         "live": opened.is_live,
         "masks_given": sums.masks_given,
-        "newer": None if opened.is_live else _newer(opened),
+        "newer": _newer(opened, sums) if opened.store.can_list and not opened.is_live else None,
         "parts": counts["parts"],
         "producers": list(sums.producers.values()),
         "raw_nbytes": sums.raw,
@@ -118,8 +124,9 @@ def _sums(opened: Opened) -> _Sums:
     sums, snapshot = _Sums(), opened.snapshot
     served_first = np.argsort(snapshot.part, kind="stable")
     starts = np.searchsorted(snapshot.part[served_first], np.arange(len(snapshot.parts) + 1))
+    files = read_together(opened.store, [document for ref in snapshot.parts for document in ref.documents])
     for number, ref in enumerate(snapshot.parts):
-        loaded = load_ref(opened.store, ref, snapshot.header)
+        loaded = load_listed(files, snapshot, number)
         sums.add_manifest(loaded.manifest, ref.manifest_nbytes)
         if loaded.index is not None:
             rows = snapshot.row[served_first[starts[number] : starts[number + 1]]]
@@ -145,18 +152,15 @@ def _open_holes(opened: Opened, sums: _Sums) -> list[dict[str, str]]:
     return [{"id": key, "reason": reason} for key, reason in sorted(sums.holes.items()) if key not in present]
 
 
-def _newer(opened: Opened) -> dict[str, Any]:
+def _newer(opened: Opened, sums: _Sums) -> dict[str, Any]:
     """Return what is committed and in no part of the snapshot, parts that others replaced left out."""
     named = {ref.name for ref in opened.snapshot.parts}
     # What a part of the snapshot replaced lies there still, and is no news.
     news = [name for name in committed_parts(opened.store) if name not in named]
     header = opened.snapshot.header
-    manifests = [load_manifest(opened.store, name, header) for name in news]
-    replaced = {name for manifest in manifests for name in manifest.replaces}
-    if news:
-        for ref in opened.snapshot.parts:
-            replaced |= set(load_manifest(opened.store, ref.name, header, ref.manifest_digest).replaces)
-    manifests = [manifest for manifest in manifests if manifest.part not in replaced]
+    loaded = load_manifests(opened.store, news, header).values()
+    replaced = sums.replaced | {name for manifest in loaded for name in manifest.replaces}
+    manifests = [manifest for manifest in loaded if manifest.part not in replaced]
     return {
         "holes": sum(manifest.counts.holes for manifest in manifests),
         "parts": [manifest.part for manifest in manifests],

@@ -14,14 +14,15 @@ from hsfmt.cli import units
 from hsfmt.cli.failures import dumps, one_line
 from hsfmt.cli.opening import check_place
 from hsfmt.cli.options import json_option
+from hsfmt.cli.storage_options import dataset_argument, storage_option
 from hsfmt.cli.warning_log import collected_warnings
 from hsfmt.errors import UsageError
 from hsfmt.sealing import Sealed, seal
-from hsfmt.storage import open_store
+from hsfmt.storage import Store
 
 
 @click.command()
-@click.argument("url")
+@dataset_argument
 @click.option("--expect", type=click.IntRange(1), metavar="N", help="Seal only if there are N samples.")
 @click.option(
     "--expect-ids",
@@ -39,10 +40,11 @@ from hsfmt.storage import open_store
     multiple=True,
     help="Let go of an attachment that the current snapshot lists, as d2t.",
 )
+@storage_option
 @json_option
 def command(
     *,
-    url: str,
+    store: Store,
     expect: int | None,
     expect_ids: Any,
     drop_missing: bool,
@@ -58,8 +60,7 @@ def command(
     if expect_ids is not None:
         if expect is not None:
             raise UsageError.at("--expect-ids", expected="--expect or --expect-ids", got="both")
-        wanted = _read_ids(expect_ids.read())
-    store = open_store(url)
+        wanted = read_ids(expect_ids.read(), "--expect-ids")
     check_place(store)
     pointer = read_pointer(store)
     before = pointer.samples if pointer else None
@@ -72,14 +73,21 @@ def command(
             problems = [replace(each, where=names.get(each.where, each.where)) for each in error.problems]
             raise UsageError(problems) from error
     if as_json:
-        click.echo(dumps({**_as_json(url, sealed), "samples_before": before, "warnings": warnings}))
+        click.echo(dumps({**_as_json(store.url, sealed), "samples_before": before, "warnings": warnings}))
     else:
-        click.echo(_text(url, sealed, before))
+        click.echo(_text(store.url, sealed, before))
     for warning in warnings:
         click.echo(f"warning: {one_line(warning)}", err=True)
 
 
-def _read_ids(text: str) -> list[str]:
+def read_ids(text: str, option: str) -> list[str]:
+    """Return the ids of a file: one a line, or a JSON list.
+
+    Raises
+    ------
+    UsageError
+        Another JSON document, or no id at all.
+    """
     if text.lstrip().startswith("["):
         try:
             ids = json.loads(text)
@@ -87,10 +95,10 @@ def _read_ids(text: str) -> list[str]:
             ids = None
         if isinstance(ids, list) and all(isinstance(member, str) for member in ids):
             return ids
-        raise UsageError.at("--expect-ids", expected="an id a line, or a JSON list of ids", got="another JSON document")
+        raise UsageError.at(option, expected="an id a line, or a JSON list of ids", got="another JSON document")
     ids = [line for line in text.splitlines() if line]
     if not ids:
-        raise UsageError.at("--expect-ids", expected="at least one id", got="an empty file")
+        raise UsageError.at(option, expected="at least one id", got="an empty file")
     return ids
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import time
+from datetime import timedelta
+from typing import Any
 
 import click
 
@@ -11,16 +14,34 @@ from hsfmt.cli.failures import dumps, one_line
 from hsfmt.cli.opening import check_place
 from hsfmt.cli.options import json_option, quiet_option, workers_option
 from hsfmt.cli.progress import open_progress
+from hsfmt.cli.storage_options import dataset_argument, storage_option
 from hsfmt.readers.verification import LEVELS, Report, verify
+from hsfmt.readers.verification.report import Coverage
 from hsfmt.readers.verification.tiers import Level
-from hsfmt.storage import open_store
+from hsfmt.storage import Store
 
 # A bar has to fit on a line of 80 characters.
 _SHOWN_NAME = 9
 
 
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
+_DURATION_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def _duration(ctx: click.Context, param: click.Parameter, value: str | None) -> timedelta | None:
+    if value is None:
+        return None
+    match = _DURATION.fullmatch(value.strip())
+    try:
+        if match:
+            return timedelta(seconds=float(match[1]) * _DURATION_UNITS[match[2]])
+    except OverflowError:
+        pass
+    raise click.BadParameter(f"{value!r} is not a time like 90s, 30m, 2h or 30d", ctx, param)
+
+
 @click.command()
-@click.argument("url")
+@dataset_argument
 @click.option(
     "--level",
     type=click.Choice(LEVELS),
@@ -29,17 +50,29 @@ _SHOWN_NAME = 9
     help="quick: manifests, counts, sizes. complete: every file there, nothing unexpected, all digests. "
     "full: every chunk decoded, ids, offsets, sample digests, NaN, Inf and all-zero states.",
 )
+@click.option("--sample", help="A share of the data: 5%, 5G, or 3/10, the third of ten subsets that cover all once.")
+@click.option("--seed", type=click.IntRange(0, 2**64 - 1), help="Seed of the sample's choice; the report states it.")
+@click.option("--part", "parts", multiple=True, metavar="NAME", help="Data of this part only; may be repeated.")
+@click.option("--max-duration", callback=_duration, help="Stop after a time like 2h; the next run goes on from there.")
+@click.option("--max-age", callback=_duration, help="Do not read again what was found fine within a time like 30d.")
+@click.option(
+    "--state",
+    type=click.Path(dir_okay=False),
+    help="File that keeps what was verified; by default one in the user's cache folder.",
+)
 @workers_option("Processes that check.")
+@storage_option
 @json_option
 @quiet_option
 @click.pass_context
-def command(ctx: click.Context, *, url: str, level: Level, workers: int, as_json: bool, quiet: bool) -> None:
+def command(
+    ctx: click.Context, /, *, store: Store, level: Level, workers: int, as_json: bool, quiet: bool, **limits: Any
+) -> None:
     """Check the dataset at URL and report everything that is wrong with it, all at once.
 
     Exit code 1 when there is an error; warnings and infos (uncommitted parts, parts newer than the seal) leave it 0.
     """
     started = time.monotonic()
-    store = open_store(url)
     check_place(store)
     with open_progress(f"verifying ({level})", shown=not (as_json or quiet)) as progress:
 
@@ -47,7 +80,7 @@ def command(ctx: click.Context, *, url: str, level: Level, workers: int, as_json
             progress.total = total
             progress.update(done, _short(what))
 
-        report = verify(store, level=level, workers=workers, progress=advance)
+        report = verify(store, level=level, workers=workers, progress=advance, **limits)
     click.echo(dumps(report.to_json()) if as_json else _text(report, time.monotonic() - started))
     ctx.exit(0 if report.ok else 1)
 
@@ -70,6 +103,19 @@ def _text(report: Report, took: float) -> str:
     ]
     if counts.chunks:
         rows.append(("decoded", units.counted(counts.chunks, "chunk")))
+    if report.coverage and report.coverage.selection:
+        rows += _coverage(report.coverage)
     rows.append(("took", units.seconds(took)))
-    verdict = "fine" if report.ok else "DAMAGED"
-    return "\n".join([*lines, f"{verdict}: {found}", units.aligned(rows, "  ")])
+    return "\n".join([*lines, f"{report.verdict}: {found}", units.aligned(rows, "  ")])
+
+
+def _coverage(coverage: Coverage) -> list[tuple[str, str]]:
+    asked = ", ".join(f"{name} {value}" for name, value in coverage.selection.items())
+    read = f"{units.nbytes(coverage.read_nbytes)} of {units.nbytes(coverage.total_nbytes)} read"
+    if coverage.known_nbytes:
+        read += f", {units.nbytes(coverage.known_nbytes)} known from earlier runs"
+    skipped = [
+        ("skipped", f"{units.counted(files, 'file')}, {units.nbytes(nbytes)}: {reason}")
+        for reason, (files, nbytes) in coverage.skipped.items()
+    ]
+    return [("asked for", asked), ("data", read), *skipped]

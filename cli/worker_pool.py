@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 from hsfmt.cli.boards import ABANDON, FINISH, ITEMS, N_SHARED, NBYTES, ORDER, Board, LocalBoard, SharedBoard
 from hsfmt.cli.progress import Progress
 from hsfmt.errors import HsfmtError, StorageError
+from hsfmt.interruptions import interruptions_wait
 from hsfmt.worker_process import end_with_parent
 
 _POLL_SECONDS = 0.2
@@ -90,17 +91,21 @@ def run_slices(
         When all that run have ended.
     """
     if workers == 1 or len(slices) <= 1:
-        board = LocalBoard(progress)
-        for numbers in slices:
-            tally = work(numbers, board)
-            yield tally
-            if tally.error is not None:
-                return
+        # The threads that read and encode have locks too.
+        with interruptions_wait(second_strikes=True) as interrupt:
+            board = LocalBoard(progress, interrupt)
+            for numbers in slices:
+                tally = work(numbers, board)
+                yield tally
+                if tally.error is not None:
+                    return
         return
     context = get_context("spawn")  # a fork would copy locks that threads of ours may hold
     shared = context.Array("q", N_SHARED)
+    figures: Any = shared.get_obj()  # without the lock, which a worker that was killed may hold for ever
     n = min(workers, len(slices))
-    with ProcessPoolExecutor(n, context, initializer=_start_worker, initargs=(work, shared, memory_nbytes)) as pool:
+    start: dict[str, Any] = {"initializer": _start_worker, "initargs": (work, shared, memory_nbytes)}
+    with interruptions_wait() as interrupt, ProcessPoolExecutor(n, context, **start) as pool:
         # The terminal sends Ctrl-C to the workers too, which inherit that it is blocked: only we decide what it means.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         waiting = {pool.submit(_run_in_worker, numbers) for numbers in slices}
@@ -109,17 +114,18 @@ def run_slices(
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             while waiting:
                 done, waiting = wait(waiting, _POLL_SECONDS, FIRST_COMPLETED)
-                progress.update(shared[NBYTES], f"{shared[ITEMS]:,} {progress.noun}")
+                interrupt()
+                progress.update(figures[NBYTES], f"{figures[ITEMS]:,} {progress.noun}")
                 for future in done:
                     outcome, error = _outcome(future)
                     failure = failure or error
                     if outcome is not None:
                         yield outcome
                     if error is not None or (outcome is not None and outcome.error is not None):
-                        shared[ORDER] = FINISH
+                        figures[ORDER] = FINISH
                         waiting = {other for other in waiting if not other.cancel()}
-        except BaseException:  # Ctrl-C wherever it strikes
-            shared[ORDER] = ABANDON
+        except BaseException:  # Ctrl-C, or a caller that has enough
+            figures[ORDER] = ABANDON
             # What they commit until they have ended belongs into the report.
             pool.shutdown(wait=True, cancel_futures=True)
             raise

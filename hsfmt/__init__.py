@@ -10,6 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from hsfmt.maintenance.collect import collect as collect_garbage
+    from hsfmt.maintenance.compact import compact as compact
+    from hsfmt.maintenance.merge import merge as merge
+    from hsfmt.maintenance.repair import repair as repair
+    from hsfmt.maintenance.transfer import transfer as transfer
     from hsfmt.readers.arrays import open_zarr as open_zarr
     from hsfmt.readers.dataset import HiddenStateDataset as HiddenStateDataset
     from hsfmt.sealing import seal as seal
@@ -17,13 +22,30 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+_RENAMED = {"collect_garbage": "collect"}
 _PUBLIC = {
     "DatasetWriter": "hsfmt.writers.dataset_writer",
     "HiddenStateDataset": "hsfmt.readers.dataset",
+    "compact": "hsfmt.maintenance.compact",
+    "collect_garbage": "hsfmt.maintenance.collect",
+    "merge": "hsfmt.maintenance.merge",
     "open_zarr": "hsfmt.readers.arrays",
+    "repair": "hsfmt.maintenance.repair",
     "seal": "hsfmt.sealing",
+    "transfer": "hsfmt.maintenance.transfer",
 }
-__all__ = ["DatasetWriter", "HiddenStateDataset", "__version__", "open_zarr", "seal"]
+__all__ = [
+    "DatasetWriter",
+    "HiddenStateDataset",
+    "__version__",
+    "collect_garbage",
+    "compact",
+    "merge",
+    "open_zarr",
+    "repair",
+    "seal",
+    "transfer",
+]
 
 # In a source tree writers/, readers/ and cli/ lie beside this folder; installed, setuptools puts them inside it.
 _CHECKOUT = Path(__file__).resolve().parent.parent
@@ -33,5 +55,5 @@ if not (Path(__file__).parent / "readers").is_dir() and (_CHECKOUT / "readers" /
 
 def __getattr__(name: str) -> object:
     if name in _PUBLIC:
-        return getattr(import_module(_PUBLIC[name]), name)
+        return getattr(import_module(_PUBLIC[name]), _RENAMED.get(name, name))
     raise AttributeError(f"module 'hsfmt' has no attribute {name!r}")

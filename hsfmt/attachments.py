@@ -92,16 +92,35 @@ def entry_path(entry: Entry, where: str) -> str:
     return f"{layout.ATTACHMENTS}/{digest.removeprefix(_PREFIX)}/{name}"
 
 
+def check_entries(entries: Iterable[Entry], where: str) -> tuple[Entry, ...]:
+    """Return what a snapshot lists, if all of it are entries, ascending by name.
+
+    Whoever uses them asks: what a snapshot lists wrongly does not keep anyone from its samples.
+
+    Raises
+    ------
+    CorruptionError
+        It is something else (rule SNAP-10).
+    """
+    entries = tuple(entries)
+    for entry in entries:
+        entry_path(entry, where)
+    names = [entry["name"] for entry in entries]
+    if names != sorted(set(names)):
+        raise CorruptionError.at(f"{where}: attachments", expected="names that ascend", got=repr(names)[:200])
+    return entries
+
+
 def load(store: Store, entries: Iterable[Entry], where: str) -> dict[str, npt.NDArray[Any]]:
     """Return the arrays that a snapshot lists, by name without `.npy`, each checked and read-only.
 
     Raises
     ------
     CorruptionError, NotFoundError
-        One is missing or damaged.
+        One is missing or damaged, or they are no entries.
     """
     arrays: dict[str, npt.NDArray[Any]] = {}
-    for entry in entries:
+    for entry in check_entries(entries, where):
         path = entry_path(entry, where)
         data = store.read(path, entry["nbytes"])
         if digests.digest(data) != entry["digest"]:
@@ -164,8 +183,10 @@ def merge(listed: Iterable[Entry], added: Iterable[Entry], dropped: Collection[s
     ------
     UsageError
         An added one has the name of another one that is listed with other content (rule SEAL-9).
+    CorruptionError
+        What is listed so far are no entries.
     """
-    kept = {str(entry.get("name")): entry for entry in listed}
+    kept = {str(entry["name"]): entry for entry in check_entries(listed, where)}
     for name in dropped:
         kept.pop(f"{name}{SUFFIX}", None)
     for entry in added:

@@ -10,21 +10,28 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 
 from hsfmt import digests, layout, tables
 from hsfmt.errors import CorruptionError, FormatError, HeaderMismatchError, NotFoundError, UsageError
 from hsfmt.header import MAX_HEADER_NBYTES, Header, check_same_meaning
-from hsfmt.index import PartIndex, parse_index
+from hsfmt.index import MAX_ID_NBYTES, PartIndex, parse_index
 from hsfmt.manifest import MAX_MANIFEST_NBYTES, PartManifest, parse_manifest
 from hsfmt.pointer import MAX_POINTER_NBYTES, Pointer, parse_pointer
-from hsfmt.root import ROOT_REMEDY, enclosing_dataset, header_of_manifests
+from hsfmt.root import ROOT_REMEDY, enclosing_dataset, header_of_manifests, refuse_file
 from hsfmt.snapshot import RETRACT_AGAIN, PartRef, Snapshot, SnapshotIds, parse_snapshot
 from hsfmt.snapshot_builder import LoadedPart
-from hsfmt.storage import Store
+from hsfmt.storage import Reads, Store
+from hsfmt.storage.read_together import read_together
 from hsfmt.versions import check_writable
 from hsfmt.zarr_metadata import group_document, parse_root, root_document
 
-_POINTER_REMEDY = f"remove {layout.POINTER} and run `hsfmt seal`; {RETRACT_AGAIN}"
+_POINTER_REMEDY = f"restore it from a copy, or run `hsfmt repair`; {RETRACT_AGAIN} if it says so"
+# Which of the two was changed can't be told from one part.
+_HEADER_REMEDY = (
+    f"move the part to a dataset of its own; or, if it was {layout.ROOT_METADATA} that changed, restore that: "
+    "`hsfmt verify` says which of the two it is"
+)
 _OWN_ENTRIES = {"hsfmt", "parts", layout.ROOT_METADATA}
 
 
@@ -41,7 +48,7 @@ def read_header(store: Store) -> Header:
     try:
         data = store.read(layout.ROOT_METADATA, MAX_HEADER_NBYTES)
     except NotFoundError:
-        parts = committed_parts(store)
+        parts = committed_parts(store) if store.can_list else []
         if parts:
             raise NotFoundError.at(
                 f"{store.url}: {layout.ROOT_METADATA}",
@@ -76,12 +83,13 @@ def ensure_dataset(store: Store, wanted: Header) -> Header:
         The folder holds something else, or lies in another dataset.
     """
     found = find_dataset(store, wanted)
+    # Before the root document, which makes it a dataset: one without this counts as damaged.
+    store.create(layout.PARTS_METADATA, group_document())
     if store.size(layout.ROOT_METADATA) is None:
         store.create(layout.ROOT_METADATA, root_document(found or wanted))
         found = None  # another creator may have been first
     if found is None:
         found = _joined(store, read_header(store), wanted)
-    store.create(layout.PARTS_METADATA, group_document())
     return found
 
 
@@ -95,14 +103,12 @@ def find_dataset(store: Store, wanted: Header) -> Header | None:
     """
     if store.size(layout.ROOT_METADATA) is not None:
         return _joined(store, read_header(store), wanted)
+    refuse_file(store)
     foreign = [name for name in store.list("") if not _may_be_there(name)]
     if foreign:
-        raise UsageError.at(
-            store.url,
-            expected="an empty folder or an hsfmt dataset",
-            got=f"a folder with {len(foreign)} other entries, {foreign[0]!r} among them",
-            remedy="choose another destination",
-        )
+        got = f"a folder with {len(foreign)} other entries, {foreign[0]!r} among them"
+        remedy = "choose another destination"
+        raise UsageError.at(store.url, expected="an empty folder or an hsfmt dataset", got=got, remedy=remedy)
     header = header_of_manifests(store, committed_parts(store))
     if header is not None:
         return _joined(store, header, wanted)
@@ -127,8 +133,11 @@ def _joined(store: Store, found: Header, wanted: Header) -> Header:
         check_same_meaning(found, wanted, store.url)
     except HeaderMismatchError as error:
         if committed_parts(store):
-            raise
-        remedy = f"it holds no samples yet: if no writer is at work there, remove the folder {store.url} and begin anew"
+            checked = f"`hsfmt verify` says whether {layout.ROOT_METADATA} is as its parts have it"
+            remedy = f"use another dataset for these samples; {checked}"
+        else:
+            none_yet = "it holds no samples yet: if no writer is at work there"
+            remedy = f"{none_yet}, remove the folder {store.url} and begin anew"
         raise HeaderMismatchError([replace(problem, remedy=remedy) for problem in error.problems]) from None
     return found
 
@@ -139,7 +148,7 @@ def committed_parts(store: Store) -> list[str]:
     return sorted(name for name in names if name is not None)
 
 
-def _read_named(store: Store, path: str, max_nbytes: int) -> bytes:
+def _read_named(store: Reads, path: str, max_nbytes: int) -> bytes:
     """Read a file that another document names, or that a listing showed."""
     try:
         return store.read(path, max_nbytes)
@@ -148,7 +157,7 @@ def _read_named(store: Store, path: str, max_nbytes: int) -> bytes:
         raise NotFoundError([replace(problem, remedy=remedy) for problem in error.problems]) from None
 
 
-def load_manifest(store: Store, part: str, header: Header, digest: str | None = None) -> PartManifest:
+def load_manifest(store: Reads, part: str, header: Header, digest: str | None = None) -> PartManifest:
     """Return a part's manifest.
 
     Parameters
@@ -174,17 +183,23 @@ def load_manifest(store: Store, part: str, header: Header, digest: str | None = 
     if digest is not None and manifest.digest() != digest:
         raise CorruptionError.at(path, expected=f"digest {digest}", got=manifest.digest())
     if manifest.header.digest() != header.digest():
-        check_same_meaning(header, manifest.header, path)
-        raise HeaderMismatchError.at(
-            path,
-            expected=f"header {header.digest()}",
-            got=manifest.header.digest(),
-            remedy="move the part to its own dataset",
-        )
+        try:
+            check_same_meaning(header, manifest.header, path)
+        except HeaderMismatchError as error:
+            raise HeaderMismatchError([replace(problem, remedy=_HEADER_REMEDY) for problem in error.problems]) from None
+        expected, got = f"header {header.digest()} ({layout.ROOT_METADATA})", manifest.header.digest()
+        raise HeaderMismatchError.at(path, expected=expected, got=got, remedy=_HEADER_REMEDY)
     return manifest
 
 
-def load_index(store: Store, manifest: PartManifest) -> PartIndex:
+def load_manifests(store: Store, parts: Iterable[str], header: Header) -> dict[str, PartManifest]:
+    """Return the manifests of committed parts by name, in few round trips; raises as `load_manifest`."""
+    names = list(parts)
+    files = read_together(store, [(layout.manifest_path(name), None) for name in names])
+    return {name: load_manifest(files, name, header) for name in names}
+
+
+def load_index(store: Reads, manifest: PartManifest) -> PartIndex:
     """Return a part's index, compared with the digest in its manifest.
 
     Raises
@@ -225,16 +240,52 @@ def without_superseded(parts: Iterable[LoadedPart]) -> list[LoadedPart]:
         A part says that it replaces another whose manifest is not the one it names.
     """
     loaded = {part.manifest.part: part for part in parts}
-    superseded = set()
-    for part in loaded.values():
-        for name, digest in part.manifest.replaces.items():
-            if name in loaded and loaded[name].manifest.digest() != digest:
-                where = layout.manifest_path(name)
-                raise CorruptionError.at(
-                    where, expected=f"digest {digest}, as {part.manifest.part} replaces it", got="another manifest"
-                )
-            superseded.add(name)
+    superseded = superseded_parts(part.manifest for part in loaded.values())
     return [part for name, part in loaded.items() if name not in superseded]
+
+
+def superseded_parts(manifests: Iterable[PartManifest]) -> set[str]:
+    """Return the names of the parts that one of these replaces; raises as `without_superseded`."""
+    known = {manifest.part: manifest for manifest in manifests}
+    superseded = set()
+    for manifest in known.values():
+        for name, digest in manifest.replaces.items():
+            if name in known and known[name].digest() != digest:
+                where = layout.manifest_path(name)
+                expected = f"digest {digest}, as {manifest.part} replaces it"
+                raise CorruptionError.at(where, expected=expected, got="another manifest")
+            superseded.add(name)
+    return superseded
+
+
+def load_current(
+    store: Store, names: Iterable[str], header: Header, known: dict[str, LoadedPart]
+) -> dict[str, LoadedPart]:
+    """Return the parts of this committed set, those that are superseded without their indexes.
+
+    A part that was replaced because it is damaged must not stop anyone.
+
+    Parameters
+    ----------
+    names
+        The committed parts.
+    known
+        Those that were loaded before; the new ones are added.
+
+    Raises
+    ------
+    NotFoundError, CorruptionError, HeaderMismatchError
+        As `load_manifest` and `load_index`.
+    """
+    names = list(names)
+    new = [name for name in names if name not in known]
+    known.update((name, LoadedPart(manifest, None)) for name, manifest in load_manifests(store, new, header).items())
+    superseded = superseded_parts(known[name].manifest for name in names)
+    current = [known[name] for name in names if name not in superseded and known[name].index is None]
+    manifests = [part.manifest for part in current if part.manifest.counts.samples]
+    files = read_together(store, [(entry.path, entry.nbytes) for entry in (each.index_file for each in manifests)])
+    known.update((manifest.part, LoadedPart(manifest, load_index(files, manifest))) for manifest in manifests)
+    return {name: known[name] for name in names}
 
 
 def read_pointer(store: Store) -> Pointer | None:
@@ -264,7 +315,7 @@ def read_snapshot(store: Store, fingerprint: str, max_nbytes: int = tables.MAX_T
     return parse_snapshot(data, path, fingerprint), data
 
 
-def load_ref(store: Store, ref: PartRef, header: Header) -> LoadedPart:
+def load_ref(store: Reads, ref: PartRef, header: Header) -> LoadedPart:
     """Return a part that a snapshot names, each file compared with the snapshot's digest.
 
     Raises
@@ -273,6 +324,10 @@ def load_ref(store: Store, ref: PartRef, header: Header) -> LoadedPart:
         As `load_manifest` and `load_index`.
     """
     manifest = load_manifest(store, ref.name, header, ref.manifest_digest)
+    if (ref.index_digest is None) != (not manifest.counts.samples):
+        expected = "a part with samples" if ref.index_digest else "a part without samples"
+        got = f"{manifest.counts.samples} samples"
+        raise CorruptionError.at(layout.manifest_path(ref.name), expected=f"{expected}, as the snapshot says", got=got)
     if ref.index_digest is None:
         return LoadedPart(manifest, None)
     entry = manifest.index_file
@@ -281,6 +336,45 @@ def load_ref(store: Store, ref: PartRef, header: Header) -> LoadedPart:
         got = f"{entry.nbytes} bytes, {entry.digest}"
         raise CorruptionError.at(layout.manifest_path(ref.name), expected=expected, got=got)
     return LoadedPart(manifest, load_index(store, manifest))
+
+
+def load_listed(store: Reads, snapshot: Snapshot, number: int) -> LoadedPart:
+    """Return a part by its place in a snapshot's parts table; it has all rows that the snapshot takes from it.
+
+    Raises
+    ------
+    NotFoundError, CorruptionError, HeaderMismatchError
+        As `load_ref`; or rows that the part has not, or of another length (rule SNAP-7).
+    """
+    loaded = load_ref(store, snapshot.parts[number], snapshot.header)
+    lengths = loaded.index.lengths if loaded.index is not None else np.empty(0, np.int64)
+    check_listed(snapshot, number, lengths)
+    return loaded
+
+
+def check_listed(snapshot: Snapshot, number: int, lengths: npt.NDArray[np.int64]) -> None:
+    """Refuse a snapshot that takes rows from a part which the part has not, or of another length (rule SNAP-7).
+
+    Parameters
+    ----------
+    snapshot, number
+        The part's place in its parts table.
+    lengths
+        Tokens of each sample of the part, int64 [sample].
+
+    Raises
+    ------
+    CorruptionError
+        It does.
+    """
+    served = snapshot.part == number
+    rows = [snapshot.row[served], snapshot.shadowed_row[snapshot.shadowed_part == number]]
+    rows.append(snapshot.retracted_row[snapshot.retracted_part == number])
+    last = max((int(some.max()) for some in rows if len(some)), default=-1)
+    if last >= len(lengths) or np.any(lengths[rows[0]] != snapshot.n_tokens[served]):
+        got = f"row {last}, or rows of other lengths"
+        expected = f"the {len(lengths)} samples of part {snapshot.parts[number].name}"
+        raise CorruptionError.at(f"snapshot {snapshot.fingerprint}", expected=expected, got=got)
 
 
 def load_ids(store: Store, ref: PartRef) -> SnapshotIds:
@@ -300,4 +394,5 @@ def load_ids(store: Store, ref: PartRef) -> SnapshotIds:
     ids = tables.take(table, "ids", "U8", (None,), path)
     offsets = tables.take(table, "id_offsets", "I64", (None,), path)
     tables.check_offsets(offsets.view(np.int64), len(ids), f"{path}: id_offsets", strict=True)
+    tables.check_ids(ids, offsets.view(np.int64), MAX_ID_NBYTES, path)
     return SnapshotIds(ids.view(np.uint8), offsets.view(np.int64))

@@ -133,6 +133,10 @@ class StorageError(HsfmtError, OSError):
     exit_code = 3
 
 
+class ObjectChangedError(StorageError):
+    """An object that is never changed once it is committed became another one while it was read."""
+
+
 class ExpectationError(HsfmtError, ValueError):
     """A sealed set is not the one that `--expect` asked for."""
 

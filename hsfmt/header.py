@@ -209,6 +209,21 @@ def check_same_meaning(found: Header, wanted: Header, where: str) -> None:
         raise HeaderMismatchError(problems)
 
 
+def check_same_header(found: Header, wanted: Header, where: str) -> None:
+    """Refuse to put parts under a header that is not the very same.
+
+    Raises
+    ------
+    HeaderMismatchError
+        Names each member that differs.
+    """
+    check_same_meaning(found, wanted, where)
+    if found.digest() != wanted.digest():
+        remedy = "choose another destination, or convert one of the two again"
+        expected = f"header {found.digest()}, as only datasets with the very same header can be put together"
+        raise HeaderMismatchError.at(where, expected=expected, got=wanted.digest(), remedy=remedy)
+
+
 def _show(value: object) -> str:
     return repr(list(value)) if isinstance(value, tuple) else repr(value)
 

@@ -13,11 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from hsfmt import layout
-from hsfmt.catalog import committed_parts, load_index, load_manifest
+from hsfmt.catalog import committed_parts, load_index, load_manifest, load_manifests, superseded_parts
 from hsfmt.digests import id_key
 from hsfmt.header import Header
 from hsfmt.index import PartIndex
 from hsfmt.storage import Store
+from hsfmt.storage.read_together import read_together
 
 _MERGE_AT = 1 << 16
 
@@ -103,6 +104,7 @@ class CommittedIds(AbstractSet[str]):
         self._header = header
         self._ids = IdSet()
         self._parts: list[str] = []
+        self._replaces: dict[str, frozenset[str]] = {}
         self.next_source_index = 0
 
     @classmethod
@@ -110,21 +112,37 @@ class CommittedIds(AbstractSet[str]):
         return set(it)
 
     def refresh(self) -> None:
-        """Take in the parts that were committed since, by any writer; each index is read once and not kept."""
-        known = set(self._parts)
-        batches = []
-        fresh = [part for part in committed_parts(self._store) if part not in known]
-        if fresh:
+        """Take in what was committed since, by any writer; each index is read once and not kept.
+
+        A replaced part counts as its replacement has it: a sample that a repair lost is a hole there, to be retried.
+        """
+        names = committed_parts(self._store)
+        manifests = load_manifests(self._store, [part for part in names if part not in self._replaces], self._header)
+        if manifests:
             # A name that its writer was killed before it had synced is taken for committed: it must not go any more.
             self._store.sync([layout.MANIFESTS])
-        for part in fresh:
-            index = self._index(part)
-            if index is not None:
-                batches.append(id_words(index.id_bytes(row) for row in range(index.n_samples)))
-                self.next_source_index = max(self.next_source_index, int(index.source_index.max()) + 1)
+        superseded_parts(manifests.values())  # refuses one that is not what another one says it replaces
+        replaces = {part: self._replaces[part] for part in names if part in self._replaces}
+        replaces |= {part: frozenset(manifest.replaces) for part, manifest in manifests.items()}
+        superseded = frozenset().union(*replaces.values())
+        current = [part for part in names if part not in superseded]
+        # Ids can't be taken out of the set: where a part has gone it is made anew.
+        anew = not set(self._parts) <= set(current)
+        ids = IdSet() if anew else self._ids
+        known = set() if anew else set(self._parts)
+        batches = []
+        new = [part for part in current if part not in known]
+        manifests |= load_manifests(self._store, [part for part in new if part not in manifests], self._header)
+        with_samples = [manifests[part] for part in new if manifests[part].counts.samples]
+        entries = [manifest.index_file for manifest in with_samples]
+        files = read_together(self._store, [(entry.path, entry.nbytes) for entry in entries])
+        for manifest in with_samples:
+            index = load_index(files, manifest)
+            batches.append(id_words(index.id_bytes(row) for row in range(index.n_samples)))
+            self.next_source_index = max(self.next_source_index, int(index.source_index.max()) + 1)
         if batches:
-            self._ids.merge(batches)
-        self._parts += fresh
+            ids.merge(batches)
+        self._ids, self._parts, self._replaces = ids, current, replaces
 
     def __contains__(self, sample_id: object) -> bool:
         return sample_id in self._ids

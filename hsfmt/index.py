@@ -17,7 +17,7 @@ from hsfmt import canonical, tables
 from hsfmt.codecs import CRC_NBYTES
 from hsfmt.columns import Column
 from hsfmt.errors import CorruptionError, Problem
-from hsfmt.tables import check_offsets, take
+from hsfmt.tables import check_ids, check_offsets, take
 from hsfmt.versions import FORMAT
 
 Int64 = npt.NDArray[np.int64]
@@ -179,15 +179,13 @@ def _check(index: PartIndex, columns: Mapping[str, Column], where: str) -> None:
     check_offsets(index.meta_offsets, len(index.meta), f"{where}: meta_offsets")
     for name, offsets in index.offsets.items():
         check_offsets(offsets, columns[name].n_rows, f"{where}: offsets.{name}")
-    problems = []
-    for name, offsets, cap in (
-        ("id_offsets", index.id_offsets, MAX_ID_NBYTES),
-        ("meta_offsets", index.meta_offsets, MAX_META_NBYTES),
-    ):
-        if int(np.diff(offsets).max()) > cap:
-            problems.append(Problem(f"{where}: {name}", f"at most {cap} bytes a sample", "more"))
-    if not _are_texts(index.ids, index.id_offsets):
-        problems.append(Problem(f"{where}: ids", "ids of UTF-8", "other bytes"))
+    problems: list[Problem] = []
+    try:
+        check_ids(index.ids, index.id_offsets, MAX_ID_NBYTES, where)
+    except CorruptionError as error:
+        problems += error.problems
+    if int(np.diff(index.meta_offsets).max()) > MAX_META_NBYTES:
+        problems.append(Problem(f"{where}: meta_offsets", f"at most {MAX_META_NBYTES} bytes a sample", "more"))
     if int(index.lengths.max()) > MAX_SAMPLE_TOKENS:
         problems.append(Problem(f"{where}: token_offsets", f"at most {MAX_SAMPLE_TOKENS} tokens a sample", "more"))
     if np.any(index.n_supervised < 0) or np.any(index.n_supervised > index.lengths):
@@ -199,15 +197,6 @@ def _check(index: PartIndex, columns: Mapping[str, Column], where: str) -> None:
         problems += _chunk_problems(column, index.chunks[column.name], f"{where}: chunks.{column.name}")
     if problems:
         raise CorruptionError(problems)
-
-
-def _are_texts(data: UInt8, offsets: Int64) -> bool:
-    """Say whether each slice is UTF-8: all of it is, and none starts within a character."""
-    try:
-        data.tobytes().decode("utf-8")
-    except UnicodeDecodeError:
-        return False
-    return not np.any((data[offsets[:-1]] & 0xC0) == 0x80)
 
 
 def _chunk_problems(column: Column, chunks: UInt64, where: str) -> list[Problem]:

@@ -18,6 +18,7 @@ MANIFESTS = "hsfmt/manifests"
 INDEXES = "hsfmt/index"
 SNAPSHOTS = "hsfmt/snapshots"
 ATTACHMENTS = "hsfmt/attachments"
+QUARANTINE = "hsfmt/quarantine"
 # Files and folders that file browsers, NFS, version control and dataset hubs leave behind, anywhere in a dataset.
 BYSTANDERS = (
     ".DS_Store", ".cache", ".git", ".gitattributes", ".gitignore", ".gitkeep", ".gitmodules", "README.md", "Thumbs.db",

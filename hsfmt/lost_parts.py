@@ -6,19 +6,21 @@ Spec: rule SEAL-8.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 import numpy as np
 
-from hsfmt import digests, layout
+from hsfmt import layout
 from hsfmt.catalog import read_pointer, read_snapshot
-from hsfmt.errors import CorruptionError, HsfmtError
+from hsfmt.errors import CorruptionError, HsfmtError, Problem, StorageError
 from hsfmt.manifest import PartManifest
 from hsfmt.snapshot import Snapshot
 from hsfmt.storage import Store
+from hsfmt.stored_snapshots import read_current, stored_snapshots
 
 _log = logging.getLogger("hsfmt")
 _SHOWN = 10
+_FOREIGN = "restore the part's files from a copy; or move them out of the dataset and run `hsfmt seal --drop-missing`"
 _REMEDY = (
     f"restore {layout.MANIFESTS}/<part>.json of each from a copy, or run `hsfmt seal --drop-missing` to do without "
     "these samples; nothing was replaced, and what is committed stays committed"
@@ -34,18 +36,20 @@ def snapshots_to_keep(store: Store) -> list[Snapshot]:
     ------
     NotFoundError, CorruptionError
         The pointer, or the snapshot that it names, can't be used.
+    StorageError
+        The storage fails: what can't be read now may well be whole.
     """
     pointer = read_pointer(store)
     if pointer is not None:
-        return [read_snapshot(store, pointer.fingerprint)[0]]
+        return [read_current(store, pointer)]
     found = []
-    for name in store.list(layout.SNAPSHOTS):
-        fingerprint = f"{digests.ALGORITHM}:{name}"
-        if digests.is_digest(fingerprint):
-            try:
-                found.append(read_snapshot(store, fingerprint)[0])
-            except HsfmtError:
-                continue  # of no use to readers either; verification reports it
+    for fingerprint in stored_snapshots(store):
+        try:
+            found.append(read_snapshot(store, fingerprint)[0])
+        except StorageError:
+            raise
+        except HsfmtError:
+            continue  # of no use to readers either; verification reports it
     return found
 
 
@@ -68,9 +72,14 @@ def check_none_lost(
     Raises
     ------
     CorruptionError
-        Names the lost parts and says how many samples they hold.
+        Names the lost parts and says how many samples they hold; or a part has another manifest than the one that a
+        snapshot names, which `drop` does not excuse: manifests never change, so other samples would be served.
     """
-    there = {*names, *(name for manifest in manifests for name in manifest.replaces)}
+    manifests = list(manifests)
+    replaced = {name for manifest in manifests for name in manifest.replaces}
+    snapshots = list(snapshots)
+    _check_unchanged(snapshots, {one.part: one.digest() for one in manifests if one.part not in replaced})
+    there = {*names, *replaced}
     lost: dict[str, int] = {}
     n_parts = n_samples = 0
     for snapshot in snapshots:
@@ -87,3 +96,18 @@ def check_none_lost(
         return
     expected = f"a manifest of all {n_parts} part(s) that the snapshot names"
     raise CorruptionError.at(layout.MANIFESTS, expected=expected, got=got, remedy=_REMEDY)
+
+
+def _check_unchanged(snapshots: Iterable[Snapshot], committed: Mapping[str, str]) -> None:
+    """Compare the manifests' digests, by part, with those that the snapshots name."""
+    changed = {
+        ref.name: ref.manifest_digest
+        for snapshot in snapshots
+        for ref in snapshot.parts
+        if committed.get(ref.name, ref.manifest_digest) != ref.manifest_digest
+    }
+    if changed:
+        raise CorruptionError(
+            Problem(layout.manifest_path(name), f"digest {digest}, as a snapshot names it", committed[name], _FOREIGN)
+            for name, digest in sorted(changed.items())
+        )

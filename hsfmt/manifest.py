@@ -17,7 +17,7 @@ from hsfmt.header import Header, parse_header
 from hsfmt.versions import FORMAT, READABLE_FROM, check_readable, is_version
 from hsfmt.zarr_metadata import array_document, group_document
 
-MAX_MANIFEST_NBYTES = 64 << 20
+MAX_MANIFEST_NBYTES = 16 << 20
 _KIND = "hsfmt.part"
 _KNOWN = {
     "columns", "counts", "digest", "files", "format", "header", "header_digest", "holes", "kind", "part", "producer",
@@ -89,9 +89,13 @@ class PartManifest:
 
     @property
     def index_file(self) -> FileEntry:
-        """The entry of the part index."""
+        """The entry of the part index; CorruptionError without one, as in a part of holes only."""
         path = layout.index_path(self.part)
-        return next(entry for entry in self.files if entry.path == path)
+        for entry in self.files:
+            if entry.path == path:
+                return entry
+        where = layout.manifest_path(self.part)
+        raise CorruptionError.at(where, expected=f"an entry of {path}", got=f"{len(self.files)} other files")
 
     def _body(self) -> dict[str, Any]:
         counts = self.counts
@@ -261,6 +265,7 @@ def _problems(manifest: PartManifest, document: dict[str, Any], where: str) -> l
     for member, names in (("holes", manifest.holes), ("replaces", manifest.replaces)):
         found = [entry["id" if member == "holes" else "part"] for entry in document[member]]
         expect(found == sorted(names), member, "names ascending, each once", found)
+    expect(manifest.part not in manifest.replaces, "replaces", "other parts than itself", manifest.part)
     expect(isinstance(document["producer"], dict), "producer", "an object", document["producer"])
     if columns or counts.samples:
         missing = [name for name in CORE_COLUMNS if name not in columns]

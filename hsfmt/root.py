@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from hsfmt import layout
-from hsfmt.errors import CorruptionError, FormatVersionError, HsfmtError, NotFoundError
+from hsfmt.errors import CorruptionError, FormatVersionError, HsfmtError, NotFoundError, UsageError
 from hsfmt.header import MAX_HEADER_NBYTES, Header
 from hsfmt.manifest import MAX_MANIFEST_NBYTES, parse_manifest
 from hsfmt.pointer import MAX_POINTER_NBYTES, parse_pointer
@@ -49,6 +49,21 @@ def header_of_manifests(store: Store, parts: Iterable[str]) -> Header | None:
         return parse_pointer(store.read(layout.POINTER, MAX_POINTER_NBYTES)).header
     except NotFoundError:
         return None
+
+
+def refuse_file(store: Store) -> None:
+    """Refuse to make a dataset where there is a file, or below one.
+
+    Raises
+    ------
+    UsageError
+        There is.
+    """
+    path = Path(store.url).absolute()
+    places = (path, *path.parents) if store.is_local else ()
+    file = next((place for place in places if place.exists() and not place.is_dir()), None)
+    if file is not None:
+        raise UsageError.at(store.url, expected="a folder, or a name for one", got=f"a file: {file}")
 
 
 def enclosing_dataset(store: Store) -> str | None:

@@ -1,6 +1,6 @@
 """Sealing: make a snapshot of all that is committed and point at it.
 
-Spec: rules SEAL-1 to SEAL-9. No lock: whoever replaces the pointer lists again, and repeats if the committed set grew.
+Spec: rules SEAL-1 to SEAL-10. No lock: whoever replaces the pointer lists again, and repeats if the committed set grew.
 """
 
 from __future__ import annotations
@@ -8,8 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
@@ -17,23 +16,31 @@ import numpy as np
 import numpy.typing as npt
 
 from hsfmt import attachments as attached
-from hsfmt import digests, layout, tables
+from hsfmt import layout, tables
 from hsfmt.catalog import (
     committed_parts,
-    load_ids,
-    load_part,
+    load_current,
     read_header,
     read_pointer,
-    read_snapshot,
     without_superseded,
 )
-from hsfmt.errors import ExpectationError, FormatError, NotFoundError, Problem, SampleNotFoundError, UsageError
+from hsfmt.errors import (
+    ExpectationError,
+    FormatError,
+    NotFoundError,
+    Problem,
+    SampleNotFoundError,
+    UsageError,
+)
 from hsfmt.header import Header
 from hsfmt.lost_parts import check_none_lost, snapshots_to_keep
 from hsfmt.pointer import make_pointer
+from hsfmt.retractions import retracted_by, retracted_ids
+from hsfmt.rival_seals import Rivals
 from hsfmt.snapshot import Snapshot, parse_snapshot, parse_snapshot_ids
 from hsfmt.snapshot_builder import LoadedPart, build_snapshot
 from hsfmt.storage import Store, open_store
+from hsfmt.stored_snapshots import stored_snapshots
 from hsfmt.versions import check_writable
 
 _log = logging.getLogger("hsfmt")
@@ -113,26 +120,54 @@ def seal(
         A text where a collection of ids is meant; or an attachment that can't be one, that the current snapshot has
         with other content, or that is to be dropped and not there.
     """
-    retract = frozenset(_collection("retract", retract))
-    dropped = frozenset(_collection("drop_attachments", drop_attachments))
-    files = [attached.encode(name, array) for name, array in sorted((attachments or {}).items())]
     if expect is not None and not isinstance(expect, int):
         expect = frozenset(_collection("expect", expect))
-    store = url if isinstance(url, Store) else open_store(url, storage_options)
+    wishes = Wishes(
+        expect=expect,
+        retract=frozenset(_collection("retract", retract)),
+        drop_missing=drop_missing,
+        attachments=attachments or {},
+        dropped=frozenset(_collection("drop_attachments", drop_attachments)),
+    )
+    return seal_as(url if isinstance(url, Store) else open_store(url, storage_options), wishes)
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What a seal is told; all but the last one as `seal` has it.
+
+    Attributes
+    ----------
+    gone
+        Ids that another dataset has taken out; they need not be those of samples.
+    """
+
+    expect: int | Collection[str] | None = None
+    retract: frozenset[str] = frozenset()
+    drop_missing: bool = False
+    attachments: Mapping[str, npt.ArrayLike] = field(default_factory=dict)
+    dropped: frozenset[str] = frozenset()
+    gone: frozenset[str] = frozenset()
+
+
+def seal_as(store: Store, wishes: Wishes) -> Sealed:
+    """Seal a dataset; returns and raises as `seal`."""
+    retract, dropped, drop_missing = wishes.retract, wishes.dropped, wishes.drop_missing
+    files = [attached.encode(name, array) for name, array in sorted(wishes.attachments.items())]
     header = read_header(store)
     check_writable(header.to_json(), layout.ROOT_METADATA)
-    known = {f"{digests.ALGORITHM}:{name}" for name in store.list(layout.SNAPSHOTS)}
-    gone = set(retract)
+    rivals = Rivals(store)
+    gone = {*retract, *wishes.gone}
     loaded: dict[str, LoadedPart] = {}
     rounds, changed = 0, False
     # Before the listing: what they name was committed before them.
     kept = snapshots_to_keep(store)
     _check_dropped(dropped, kept)
     listed = _merged(kept, [entry for entry, _ in files], dropped, store.url)
-    for entry, data in files:
-        path = attached.entry_path(entry, store.url)
-        if not store.create(path, data) and not _holds(store, path, data):
-            store.write(path, data)  # its name is its digest: only a damaged file is another one
+    added = {attached.entry_path(entry, store.url): data for entry, data in files}
+    for path, data in added.items():
+        if not store.create(path, data):
+            store.write(path, data)  # its name is its digest; anew, or a collection takes it for old
     while True:
         rounds += 1
         names = committed_parts(store)
@@ -140,40 +175,51 @@ def seal(
             check_none_lost(kept, names, (), drop=drop_missing)
             remedy = "commit samples first; uncommitted parts of a crashed writer can't be sealed"
             raise NotFoundError.at(store.url, expected="committed parts", got="none", remedy=remedy)
-        for name in names:
-            if name not in loaded:
-                loaded[name] = load_part(store, name, header)
+        current = without_superseded(load_current(store, names, header, loaded).values())
+        replaced_parts = {name for part in loaded.values() for name in part.manifest.replaces}
         if rounds == 1:
             check_none_lost(kept, names, (part.manifest for part in loaded.values()), drop=drop_missing)
-            _check_retracted(retract, loaded.values())
-            gone |= _retracted(store, skip_missing=drop_missing)
-        contents = build_snapshot(without_superseded([loaded[name] for name in names]), header, gone, listed)
-        snapshot, replaced = _point_at(store, [loaded[name] for name in names], contents, expect)
+            _check_retracted(retract, current)
+            gone |= retracted_ids(store, kept, rivals.seen, replaced_parts, skip_missing=drop_missing)
+        contents = build_snapshot(current, header, gone, listed)
+        snapshot, replaced, before = _point_at(store, current, contents, wishes.expect)
         changed |= replaced
-        # A snapshot that appeared meanwhile is that of a seal that races with this one: what it retracted stays so, and
-        # what it attached is kept, whichever of the two replaced the pointer last.
-        found = {f"{digests.ALGORITHM}:{name}" for name in store.list(layout.SNAPSHOTS)}
-        rivals = {name for name in found - known - {snapshot.fingerprint} if digests.is_digest(name)}
-        known |= rivals
-        theirs = set().union(*(_retracted_by(store, name) for name in rivals))
-        both = _merged(_readable(store, rivals), listed, dropped, store.url)
-        if committed_parts(store) == names and theirs <= gone and both == listed:
+        _put_back(store, snapshot, contents, added)
+        # What a racing seal retracted stays so, and what it attached is kept, whoever replaced the pointer last.
+        others = rivals.look(snapshot, before, [one.fingerprint for one in kept])
+        theirs = set().union(*(retracted_by(store, other, replaced_parts) for other in others))
+        both = _merged(others, listed, dropped, store.url)
+        if committed_parts(store) != names or not theirs <= gone or both != listed:
+            gone |= theirs
+            listed = both
+        elif not rivals.answer(others, snapshot, contents[0], replaced_parts):
             _warn_of_conflicts(store, snapshot, loaded, gone)
             return Sealed(snapshot, rounds, changed)
-        gone |= theirs
-        listed = both
 
 
 def build_live(store: Store, header: Header) -> tuple[bytes, bytes]:
-    """Return (index file, ids file) of a snapshot over all committed parts, without writing anything."""
-    parts = [load_part(store, name, header) for name in committed_parts(store)]
-    listed = _merged(snapshots_to_keep(store), [], (), store.url)
-    return build_snapshot(without_superseded(parts), header, _retracted(store), listed)
+    """Return (index file, ids file) of a snapshot over all committed parts, without writing anything.
+
+    Raises
+    ------
+    CorruptionError, HeaderMismatchError
+        As `seal`: parts of the current snapshot that are committed no longer are not passed over.
+    """
+    kept = snapshots_to_keep(store)
+    names = committed_parts(store)
+    loaded = load_current(store, names, header, {}).values()
+    check_none_lost(kept, names, (part.manifest for part in loaded), drop=False)
+    parts = without_superseded(loaded)
+    listed = _merged(kept, [], (), store.url)
+    replaced = {name for part in loaded for name in part.manifest.replaces}
+    gone = retracted_ids(store, kept, stored_snapshots(store), replaced)
+    return build_snapshot(parts, header, gone, listed)
 
 
 def _point_at(
     store: Store, parts: list[LoadedPart], contents: tuple[bytes, bytes], expect: int | Collection[str] | None
-) -> tuple[Snapshot, bool]:
+) -> tuple[Snapshot, bool, str | None]:
+    """Return the snapshot, whether the pointer was replaced, and the snapshot that the pointer named just before."""
     pointer = read_pointer(store)
     index_file, ids_file = contents
     snapshot = parse_snapshot(index_file, "snapshot")
@@ -188,16 +234,26 @@ def _point_at(
         and _holds(store, index_path, index_file)
         and _holds(store, ids_path, ids_file)
     ):
-        return snapshot, False
+        return snapshot, False, snapshot.fingerprint
     # What a commit made durable on another host may not be on this one's directories yet.
     store.sync(sorted(_directories(parts)))
     store.write(ids_path, ids_file)
     store.write(index_path, index_file)
     store.sync([layout.snapshot_path(snapshot.fingerprint, "x").rpartition("/")[0]])
+    before = read_pointer(store)  # as late as can be: another seal may have replaced it since
     now = datetime.now(UTC).isoformat(timespec="seconds")
     store.replace(layout.POINTER, make_pointer(snapshot, len(index_file), now).to_bytes())
     store.sync(["hsfmt"])
-    return snapshot, True
+    return snapshot, True, before.fingerprint if before is not None else None
+
+
+def _put_back(store: Store, snapshot: Snapshot, contents: tuple[bytes, bytes], added: Mapping[str, bytes]) -> None:
+    """Write again what a collection removed that had looked before the snapshot was there (rule GC-6)."""
+    names = (layout.snapshot_path(snapshot.fingerprint, file) for file in ("ids", "index"))
+    files = {**added, **dict(zip(names, reversed(contents), strict=True))}
+    for path, data in files.items():
+        if store.size(path) is None:
+            store.write(path, data)
 
 
 def _merged(
@@ -208,15 +264,6 @@ def _merged(
     for snapshot in snapshots:
         listed = attached.merge(snapshot.attachments, listed, dropped, where)
     return attached.merge(listed, added, (), where)
-
-
-def _readable(store: Store, fingerprints: Collection[str]) -> list[Snapshot]:
-    """Return the snapshots that are whole: a seal that has not written its index will list after it has."""
-    found = []
-    for fingerprint in sorted(fingerprints):
-        with suppress(NotFoundError):
-            found.append(read_snapshot(store, fingerprint)[0])
-    return found
 
 
 def _check_dropped(dropped: frozenset[str], snapshots: Collection[Snapshot]) -> None:
@@ -246,40 +293,6 @@ def _check_retracted(retract: Collection[str], parts: Collection[LoadedPart]) ->
 def _directories(parts: list[LoadedPart]) -> set[str]:
     files = (entry.path for part in parts for entry in part.manifest.files)
     return {layout.MANIFESTS, *(path.rpartition("/")[0] for path in files)}
-
-
-def _retracted(store: Store, *, skip_missing: bool = False) -> set[str]:
-    pointer = read_pointer(store)
-    if pointer is not None:
-        return _retracted_by(store, pointer.fingerprint, skip_missing=skip_missing)
-    # The pointer may be lost, and nothing un-retracts: what any snapshot has taken out stays out.
-    ids: set[str] = set()
-    for snapshot in snapshots_to_keep(store):
-        ids |= _retracted_by(store, snapshot.fingerprint, skip_missing=skip_missing)
-    return ids
-
-
-def _retracted_by(store: Store, fingerprint: str, *, skip_missing: bool = False) -> set[str]:
-    try:
-        snapshot, _ = read_snapshot(store, fingerprint)
-    except NotFoundError:
-        pointer = read_pointer(store)
-        if pointer is not None and pointer.fingerprint == fingerprint:
-            raise
-        return set()  # a seal that has not written its index: it will list after it has
-    ids = set()
-    for number in set(snapshot.retracted_part.tolist()):
-        rows = snapshot.retracted_row[snapshot.retracted_part == number].tolist()
-        try:
-            known = load_ids(store, snapshot.parts[number])
-        except NotFoundError:
-            if not skip_missing:
-                raise
-            text = "%s: of the missing part %s, %d retracted sample(s) are not known: its index is gone too"
-            _log.warning(text, store.url, snapshot.parts[number].name, len(rows))
-            continue
-        ids |= {known[row] for row in rows if row < len(known)}
-    return ids
 
 
 def _warn_of_conflicts(store: Store, snapshot: Snapshot, loaded: Mapping[str, LoadedPart], gone: set[str]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -16,12 +17,13 @@ import numpy.typing as npt
 from hsfmt import digests, layout, tables
 from hsfmt.errors import CorruptionError
 from hsfmt.header import Header, parse_header
+from hsfmt.index import MAX_ID_NBYTES
 from hsfmt.tables import check_offsets, take
 from hsfmt.versions import check_readable
 
 INDEX_KIND = "hsfmt.snapshot"
 IDS_KIND = "hsfmt.snapshot-ids"
-RETRACT_AGAIN = "retract again what was retracted (Python: hsfmt.seal(url, retract=[ids]))"
+RETRACT_AGAIN = "retract again what was retracted (hsfmt retract URL ID)"
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -38,6 +40,12 @@ class PartRef:
     manifest_digest: str
     index_nbytes: int
     index_digest: str | None
+
+    @property
+    def documents(self) -> list[tuple[str, int]]:
+        """Path and size of the manifest, and of the index if there is one."""
+        found = [(layout.manifest_path(self.name), self.manifest_nbytes)]
+        return found if self.index_digest is None else [*found, (layout.index_path(self.name), self.index_nbytes)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +78,8 @@ class Snapshot:
         Later copies of an id, never served: int32 [k], int32 [k], uint8 [k] (1: the same content).
     retracted_part, retracted_row
         Samples taken out, int32 [k].
+    absent_ids
+        Ids taken out that are those of no sample of the parts (rule SNAP-11).
     """
 
     fingerprint: str
@@ -91,6 +101,7 @@ class Snapshot:
     shadowed_same: UInt8
     retracted_part: Int32
     retracted_row: Int32
+    absent_ids: SnapshotIds
 
     @property
     def n_samples(self) -> int:
@@ -133,7 +144,7 @@ def parse_snapshot(data: bytes, where: str, fingerprint: str | None = None) -> S
     """
     actual = digests.digest(data)
     if fingerprint is not None and actual != fingerprint:
-        remedy = f"restore the file; or remove {layout.POINTER}, `hsfmt seal`, and {RETRACT_AGAIN}"
+        remedy = f"restore the file from a copy, or run `hsfmt repair`; {RETRACT_AGAIN} if it says so"
         raise CorruptionError.at(where, expected=f"digest {fingerprint}", got=actual, remedy=remedy)
     table = tables.parse(data, where)
     document = table.metadata
@@ -141,7 +152,8 @@ def parse_snapshot(data: bytes, where: str, fingerprint: str | None = None) -> S
     if document.get("kind") != INDEX_KIND:
         raise CorruptionError.at(where, expected=f"kind {INDEX_KIND}", got=repr(document.get("kind"))[:60])
     n = len(take(table, "n_tokens", "I32", (None,), where))
-    p = len(take(table, "part_index_nbytes", "I64", (None,), where))
+    index_nbytes = take(table, "part_index_nbytes", "I64", (None,), where)
+    p = len(index_nbytes)
     s = len(take(table, "shadowed_part", "I32", (None,), where))
     r = len(take(table, "retracted_part", "I32", (None,), where))
     columns: dict[str, Any] = {
@@ -152,12 +164,17 @@ def parse_snapshot(data: bytes, where: str, fingerprint: str | None = None) -> S
     for name in ("part", "shadowed_part", "retracted_part"):
         if np.any(columns[name] < 0) or np.any(columns[name] >= p):
             raise CorruptionError.at(f"{where}: {name}", expected=f"0 to {p - 1}", got="a part that is not listed")
+        if not np.all(index_nbytes[columns[name]]):
+            raise CorruptionError.at(f"{where}: {name}", expected="parts of samples", got="one without an index")
     for name in ("row", "shadowed_row", "retracted_row"):
         if np.any(columns[name] < 0):
             raise CorruptionError.at(f"{where}: {name}", expected="rows from 0 on", got=f"{columns[name].min()}")
     n_tokens, n_supervised = columns["n_tokens"], columns["n_supervised"]
     if np.any(n_tokens < 1) or np.any(n_supervised < 0) or np.any(n_supervised > n_tokens):
         raise CorruptionError.at(where, expected="0 <= n_supervised <= n_tokens, and a token", got="other lengths")
+    if np.any(columns["shadowed_same"] > 1):
+        got = str(int(columns["shadowed_same"].max()))
+        raise CorruptionError.at(f"{where}: shadowed_same", expected="0 or 1", got=got)
     totals = {
         "samples": n,
         "parts": p,
@@ -173,6 +190,8 @@ def parse_snapshot(data: bytes, where: str, fingerprint: str | None = None) -> S
         or not all(_is_count(counts.get(key)) for key in (*totals, "holes"))
     ):
         raise CorruptionError.at(f"{where}: counts", expected=str(totals), got=repr(counts)[:200])
+    if not isinstance(attached, list) or not all(isinstance(entry, dict) for entry in attached):
+        raise CorruptionError.at(f"{where}: attachments", expected="a list of objects", got=repr(attached)[:200])
     try:
         return Snapshot(
             fingerprint=actual,
@@ -180,10 +199,11 @@ def parse_snapshot(data: bytes, where: str, fingerprint: str | None = None) -> S
             counts=dict(counts),
             content_digest=digests.check(document["content_digest"], where),
             complete=_flag(document["complete"]),
-            attachments=tuple(attached) if isinstance(attached, list) else (),
+            attachments=tuple(attached),
             ids_nbytes=_size(document["ids"]["nbytes"]),
             ids_digest=digests.check(document["ids"]["digest"], where),
             parts=_part_refs(table, p, where),
+            absent_ids=_absent_ids(table, where),
             **columns,
         )
     except (KeyError, TypeError) as error:
@@ -221,7 +241,7 @@ def _part_refs(table: tables.Table, p: int, where: str) -> tuple[PartRef, ...]:
     index_digests = take(table, "part_index_digest", "U8", (p, 16), where)
     if np.any(manifest_nbytes < 1) or np.any(index_nbytes < 0):
         raise CorruptionError.at(where, expected="sizes of manifests and indexes", got="negative ones")
-    return tuple(
+    refs = tuple(
         PartRef(
             layout.check_part_name(names[offsets[i] : offsets[i + 1]].tobytes().decode("ascii", "replace"), where),
             int(manifest_nbytes[i]),
@@ -231,6 +251,19 @@ def _part_refs(table: tables.Table, p: int, where: str) -> tuple[PartRef, ...]:
         )
         for i in range(p)
     )
+    if any(b.name <= a.name for a, b in pairwise(refs)):
+        raise CorruptionError.at(f"{where}: part_names", expected="names ascending, each once", got="another order")
+    return refs
+
+
+def _absent_ids(table: tables.Table, where: str) -> SnapshotIds:
+    if "absent_ids" not in table.arrays:
+        return SnapshotIds(np.zeros(0, np.uint8), np.zeros(1, np.int64))
+    ids = take(table, "absent_ids", "U8", (None,), where)
+    offsets = take(table, "absent_id_offsets", "I64", (None,), where)
+    check_offsets(offsets.view(np.int64), len(ids), f"{where}: absent_id_offsets", strict=True)
+    tables.check_ids(ids, offsets.view(np.int64), MAX_ID_NBYTES, f"{where}: absent")
+    return SnapshotIds(ids.view(np.uint8), offsets.view(np.int64))
 
 
 def parse_snapshot_ids(data: bytes, snapshot: Snapshot, where: str) -> SnapshotIds:
@@ -250,4 +283,5 @@ def parse_snapshot_ids(data: bytes, snapshot: Snapshot, where: str) -> SnapshotI
     ids = take(table, "ids", "U8", (None,), where)
     offsets = take(table, "id_offsets", "I64", (snapshot.n_samples + 1,), where)
     check_offsets(offsets.view(np.int64), len(ids), f"{where}: id_offsets", strict=True)
+    tables.check_ids(ids, offsets.view(np.int64), MAX_ID_NBYTES, where)
     return SnapshotIds(ids.view(np.uint8), offsets.view(np.int64))

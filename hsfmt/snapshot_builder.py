@@ -1,6 +1,6 @@
 """Building a snapshot out of committed parts: order, duplicates, retracted ids, counts, content digest.
 
-Spec: rules SNAP-2 to SNAP-6.
+Spec: rules SNAP-2 to SNAP-6, SNAP-11.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def build_snapshot(
     header
         The dataset's header.
     retracted
-        Ids that are listed but not served.
+        Ids that are listed but not served, those of no sample too.
     attachments
         Entries of dataset-level files, taken over from the snapshot before.
     """
@@ -98,6 +98,9 @@ def build_snapshot(
         "retracted_part": rows.part[gone],
         "retracted_row": rows.row[gone],
     }
+    absent = sorted(retracted_keys.difference(rows.ids))
+    if absent:
+        arrays["absent_ids"], arrays["absent_id_offsets"] = pack_strings(absent)
     counts = {
         "holes": len(holes),
         "parts": len(parts),

@@ -17,10 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from hsfmt import canonical
-from hsfmt.errors import CorruptionError
+from hsfmt.errors import CorruptionError, HsfmtError
 
 MAX_TABLE_NBYTES = 1 << 30
-_MAX_HEADER_NBYTES = 64 << 20
+_MAX_HEADER_NBYTES = 1 << 20
+_MAX_RANK = 8
 _METADATA = "__metadata__"
 _KEY = "hsfmt"
 _DTYPES: dict[str, np.dtype[Any]] = {
@@ -99,8 +100,8 @@ def parse(data: bytes, where: str) -> Table:
     try:
         return _parse(data, where)
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError, OverflowError, struct.error) as error:
-        if isinstance(error, CorruptionError):
-            raise
+        if isinstance(error, HsfmtError):
+            raise CorruptionError(error.problems) from None
         got = f"{type(error).__name__}: {error}"[:200]
         raise CorruptionError.at(where, expected="a dense safetensors file of the format", got=got) from None
 
@@ -111,7 +112,9 @@ def _parse(data: bytes, where: str) -> Table:
     (size,) = struct.unpack_from("<Q", data)
     if size > min(len(data) - 8, _MAX_HEADER_NBYTES):
         raise ValueError(f"header of {size} bytes in a file of {len(data)}")
-    header = json.loads(data[8 : 8 + size].decode("utf-8"), object_pairs_hook=_unique)
+    text = data[8 : 8 + size]
+    canonical.check_n_values(text, where)
+    header = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
     document = canonical.loads(header.pop(_METADATA)[_KEY].encode(), f"{where}: __metadata__")
     if not isinstance(document, dict):
         raise TypeError(f"metadata of type {type(document).__name__}")
@@ -120,15 +123,15 @@ def _parse(data: bytes, where: str) -> Table:
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         start, stop = entry["data_offsets"]
         kind = _DTYPES[entry["dtype"]]
-        shape = tuple(entry["shape"])
-        if start != end or any(type(n) is not int or n < 0 for n in (start, stop, *shape)):
+        shape = entry["shape"]
+        # Bounded before they are multiplied: the product of a million large numbers would take hours.
+        if not isinstance(shape, list) or len(shape) > _MAX_RANK:
+            raise ValueError(f"{name} has more than {_MAX_RANK} axes")
+        if start != end or any(type(n) is not int or not 0 <= n < 2**63 for n in (start, stop, *shape)):
             raise ValueError(f"{name} lies at {start}, not {end}")
-        count = 1
-        for n in shape:
-            count *= n
-        if stop - start != count * kind.itemsize or 8 + size + stop > len(data):
+        if stop - start != math.prod(shape) * kind.itemsize or 8 + size + stop > len(data):
             raise ValueError(f"{name} has {stop - start} bytes for {shape} {entry['dtype']}")
-        arrays[name] = np.frombuffer(data, kind, count, 8 + size + start).reshape(shape)
+        arrays[name] = np.frombuffer(data, kind, math.prod(shape), 8 + size + start).reshape(shape)
         end = stop
     if 8 + size + end != len(data):
         raise ValueError(f"{len(data) - 8 - size - end} bytes behind the last tensor")
@@ -165,6 +168,26 @@ def pack_strings(values: list[bytes]) -> tuple[npt.NDArray[np.uint8], npt.NDArra
     return np.frombuffer(b"".join(values), np.uint8), offsets
 
 
+def check_ids(data: npt.NDArray[np.uint8], offsets: npt.NDArray[np.int64], max_nbytes: int, where: str) -> None:
+    """Refuse ids that are not UTF-8, or longer than `max_nbytes`; the offsets are those that `check_offsets` took.
+
+    Raises
+    ------
+    CorruptionError
+        They are.
+    """
+    try:
+        data.tobytes().decode("utf-8")
+        # All of it is text: a slice is, too, unless it starts within a character.
+        good = not np.any((data[offsets[:-1]] & 0xC0) == 0x80)
+    except UnicodeDecodeError:
+        good = False
+    if not good:
+        raise CorruptionError.at(f"{where}: ids", expected="ids of UTF-8", got="other bytes")
+    if len(offsets) > 1 and int(np.diff(offsets).max()) > max_nbytes:
+        raise CorruptionError.at(f"{where}: id_offsets", expected=f"at most {max_nbytes} bytes a sample", got="more")
+
+
 def check_offsets(offsets: npt.NDArray[np.int64], total: int, where: str, *, strict: bool = False) -> None:
     """Refuse offsets that do not rise from 0 to `total` (strictly, where empty entries are not allowed; rule TAB-4).
 
@@ -173,6 +196,8 @@ def check_offsets(offsets: npt.NDArray[np.int64], total: int, where: str, *, str
     CorruptionError
         They do not.
     """
+    if not len(offsets):
+        raise CorruptionError.at(where, expected=f"offsets rising from 0 to {total}", got="none")
     # Compared, not subtracted: a difference can wrap around to a positive one.
     falls = offsets[1:] <= offsets[:-1] if strict else offsets[1:] < offsets[:-1]
     if offsets[0] != 0 or offsets[-1] != total or np.any(falls):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -17,7 +18,8 @@ import numpy.typing as npt
 import zarr
 
 from hsfmt import zarr_dtypes
-from hsfmt.errors import HsfmtError
+from hsfmt.catalog import check_listed
+from hsfmt.errors import CorruptionError, HsfmtError
 from hsfmt.header import Header
 from hsfmt.layout import column_folder
 from hsfmt.readers.part_cache import OpenPart
@@ -83,7 +85,11 @@ class ZarrDataset:
         self.header: Header = reader.header
         self.fingerprint = reader.fingerprint
         snapshot = reader.snapshot
-        opened = [reader.parts.get(number) for number, ref in enumerate(snapshot.parts) if ref.index_digest is not None]
+        numbers = [number for number, ref in enumerate(snapshot.parts) if ref.index_digest is not None]
+        reader.parts.load(numbers)
+        opened = [reader.parts.get(number) for number in numbers]
+        for part in opened:
+            check_listed(snapshot, part.number, part.index.lengths)
         store = VerifyingStore(reader, opened)
         self.parts: dict[str, dict[str, zarr.Array[Any]]] = {
             part.name: {name: _open_array(store, part, name) for name in part.columns} for part in opened
@@ -216,7 +222,7 @@ class ConcatenatedColumn:
     def _rows(self, start: int, stop: int, planes: slice = slice(None)) -> Array:
         selection = () if self.ndim == 1 else (planes,)
         pieces = [
-            _read(array, (slice(max(start - first, 0), min(stop, end) - first), *selection))
+            np.asarray(array[(slice(max(start - first, 0), min(stop, end) - first), *selection)])
             for array, first, end in self._spans()
             if max(start, first) < min(stop, end)
         ]
@@ -230,21 +236,76 @@ class ConcatenatedColumn:
         return zip(self.arrays, bounds[:-1], bounds[1:], strict=True)
 
 
-def _read(array: zarr.Array[Any], selection: tuple[slice, ...]) -> Array:
+class CheckedArray(zarr.Array[Any]):
+    """A part's column: zarr-python's array, but that what it raises of damage are errors of this package.
+
+    All other ways to index it (`[]`, `oindex`, `vindex`, `blocks`, `numpy.asarray`) end in one of these.
+    """
+
+    def get_basic_selection(self, *selection: Any, **settings: Any) -> Any:
+        """Return a selection by integers and slices; see zarr-python."""
+        with _typed(self.path):
+            return super().get_basic_selection(*selection, **settings)
+
+    def get_orthogonal_selection(self, *selection: Any, **settings: Any) -> Any:
+        """Return a selection made for each axis; see zarr-python."""
+        with _typed(self.path):
+            return super().get_orthogonal_selection(*selection, **settings)
+
+    def get_mask_selection(self, *selection: Any, **settings: Any) -> Any:
+        """Return what a Boolean array selects; see zarr-python."""
+        with _typed(self.path):
+            return super().get_mask_selection(*selection, **settings)
+
+    def get_coordinate_selection(self, *selection: Any, **settings: Any) -> Any:
+        """Return single items by their indices; see zarr-python."""
+        with _typed(self.path):
+            return super().get_coordinate_selection(*selection, **settings)
+
+    def get_block_selection(self, *selection: Any, **settings: Any) -> Any:
+        """Return whole chunks by their indices; see zarr-python."""
+        with _typed(self.path):
+            return super().get_block_selection(*selection, **settings)
+
+
+@contextmanager
+def _typed(path: str) -> Iterator[None]:
+    """Turn what the decoder raises of a frame that has its digest and is none into an error of this package."""
     try:
-        return np.asarray(array[selection])
+        yield
     except ExceptionGroup as group:
         # zarr-python 3.4 reads chunks in a task group, which wraps what the store raises.
-        ours: Exception | None = group.subgroup(HsfmtError)
-        while isinstance(ours, ExceptionGroup):
-            ours = ours.exceptions[0]
-        if ours is None:
+        ours = _first(group, HsfmtError)
+        if ours is not None:
+            raise ours from group
+        if _of_decoder(_first(group, RuntimeError)):
+            raise _undecodable(path, _first(group, RuntimeError)) from group
+        raise
+    except RuntimeError as error:
+        if not _of_decoder(error):
             raise
-        raise ours from group
+        raise _undecodable(path, error) from error
 
 
-def _open_array(store: VerifyingStore, part: OpenPart, name: str) -> zarr.Array[Any]:
-    return zarr.open_array(store=store, path=column_folder(part.name, name), mode="r", zarr_format=3)
+def _first(group: ExceptionGroup[Exception], kind: type[Exception]) -> Exception | None:
+    found: Exception | None = group.subgroup(kind)
+    while isinstance(found, ExceptionGroup):
+        found = found.exceptions[0]
+    return found
+
+
+def _of_decoder(error: Exception | None) -> bool:
+    return error is not None and "blosc" in str(error)
+
+
+def _undecodable(path: str, error: Exception | None) -> CorruptionError:
+    remedy = "run `hsfmt verify --level full` to see all that is damaged"
+    return CorruptionError.at(path, expected="chunks of valid Blosc frames", got=str(error)[:200], remedy=remedy)
+
+
+def _open_array(store: VerifyingStore, part: OpenPart, name: str) -> CheckedArray:
+    found = zarr.open_array(store=store, path=column_folder(part.name, name), mode="r", zarr_format=3)
+    return CheckedArray(found.async_array)
 
 
 def _concatenated(parts: Mapping[str, Mapping[str, zarr.Array[Any]]]) -> dict[str, ConcatenatedColumn]:

@@ -106,17 +106,27 @@ class ReadBatch:
         CorruptionError, StorageError
             As `Fetcher.execute`.
         """
+        self._fetcher.execute(self._ranges(), self._targets, self._named(naming))
+        for key, target in self._fresh.items():
+            self._cache.put(key, self._targets[target][:, 0])
+
+    def warm(self, naming: Callable[[Iterable[int]], tuple[str, ...]]) -> int:
+        """Bring what is not in the local cache there, without decoding; return the bytes of all, and raise as above."""
+        return self._fetcher.warm(self._ranges(), self._named(naming))
+
+    def _ranges(self) -> list[RangeRead]:
         ranges: list[RangeRead] = []
         for (_, name), (part, windows) in self._windows.items():
             column = part.columns[name]
-            ranges += plan(part.name, column, part.index.chunks[name], windows, self._fetcher.coalescing)
+            table = part.index.chunks[name]
+            ranges += plan(part.name, column, table, windows, self._fetcher.coalescing, part.index_digest)
+        return ranges
 
+    def _named(self, naming: Callable[[Iterable[int]], tuple[str, ...]]) -> Callable[[Iterable[int]], tuple[str, ...]]:
         def named(targets: Iterable[int]) -> tuple[str, ...]:
             return naming(sorted(set().union(*(self._owners[target] for target in targets))))
 
-        self._fetcher.execute(ranges, self._targets, named)
-        for key, target in self._fresh.items():
-            self._cache.put(key, self._targets[target][:, 0])
+        return named
 
     def _chunk(self, part: OpenPart, column: Column, chunk_row: int, owner: int) -> Array:
         key = (part.number, column.name, chunk_row)

@@ -10,8 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from hsfmt.columns import CORE_COLUMNS
+from hsfmt.dtypes import dtype
 from hsfmt.errors import UsageError
 from hsfmt.header import Header
+from hsfmt.readers.batches_ahead import AHEAD_NBYTES, Batch, BatchesAhead
 from hsfmt.readers.open_snapshot import SampleIds, sample_number
 from hsfmt.readers.sample_reader import ReadOptions, SampleReader
 from hsfmt.readers.sample_requests import SampleRequest, integer, layer_ids, layer_planes, refuse_overlap
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
 
 VIEWS = ("raw", "speculators")
 Item = dict[str, Any]
+
+# Of a token: id, loss mask and position int64, scale float32.
+_NARROW_NBYTES = 28
 
 
 class HiddenStateDataset:
@@ -63,6 +68,15 @@ class HiddenStateDataset:
         Threads that fetch and decode; None: up to 4, and 1 in a worker of a DataLoader.
     storage_options
         For fsspec URLs.
+    cache_dir, cache_size
+        A folder on a local disk that keeps what was read of a remote dataset, and the most that it may hold, as bytes
+        or a text like 200GiB; many processes may share it. None: what HSFMT_CACHE_DIR and HSFMT_CACHE_SIZE say, else
+        no cache, and 32 GiB; "" as folder: none.
+    ahead_nbytes
+        Bytes of the batches that are read before they are asked for, where a BatchOrder made of this dataset says what
+        comes next: by a DataLoader, whose workers share it, or without one. 0: none are. None: 256 MiB of a remote
+        dataset, 0 of a local one. What is on its way takes as much again, and more where chunks are larger than what is
+        wanted of them: up to 256 MiB a process, and 8 MiB for each batch.
 
     Raises
     ------
@@ -88,6 +102,9 @@ class HiddenStateDataset:
         extras: Sequence[str] = (),
         n_threads: int | None = None,
         storage_options: Mapping[str, Any] | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        cache_size: int | str | None = None,
+        ahead_nbytes: int | None = None,
     ) -> None:
         if view not in VIEWS:
             raise UsageError.at("view", expected=f"one of {', '.join(VIEWS)}", got=repr(view)[:60])
@@ -100,13 +117,19 @@ class HiddenStateDataset:
         self._layers = None if layers is None else layer_ids(layers)
         self._dequantize = view == "speculators" if dequantize is None else dequantize
         self._extras = tuple(extras)
-        read_options = ReadOptions(unsafe_skip_checks=unsafe_skip_checks, n_threads=n_threads)
+        read_options = ReadOptions(
+            unsafe_skip_checks=unsafe_skip_checks, n_threads=n_threads, cache_dir=cache_dir, cache_size=cache_size
+        )
         self.reader = SampleReader(url, snapshot=snapshot, options=read_options, storage_options=storage_options)
         layer_planes(self.header, self._layers)
         if view == "speculators":
             from hsfmt.readers.views import check_trainable
 
             check_trainable(self.header, self._layers, allow_final_norm)
+        if ahead_nbytes is None:
+            ahead_nbytes = 0 if self.reader.store.is_local else AHEAD_NBYTES
+        expected = "an integer number of bytes from 0 on, or None"
+        self._ahead: BatchesAhead[list[Item]] = BatchesAhead(integer(ahead_nbytes, "ahead_nbytes", expected, 0))
         if self._extras and len(self):
             self._check_extras()
 
@@ -125,6 +148,8 @@ class HiddenStateDataset:
     def __getitems__(self, indices: Sequence[int]) -> list[Item]:
         """Return the items of a batch, read by one plan; DataLoaders call it.
 
+        A batch of a BatchOrder may bring along what follows, which is read ahead then.
+
         Raises
         ------
         IndexError
@@ -132,6 +157,11 @@ class HiddenStateDataset:
         CorruptionError, NotFoundError, StorageError
             A sample can't be read as it was committed; no other one takes its place.
         """
+        if isinstance(indices, Batch) and self._ahead.max_nbytes:
+            return self._ahead.take(indices, self._items, self._nbytes, self.reader.load_parts)
+        return self._items(indices)
+
+    def _items(self, indices: Sequence[int]) -> list[Item]:
         from hsfmt.readers import buffers
         from hsfmt.readers.views import as_array
 
@@ -277,9 +307,29 @@ class HiddenStateDataset:
         """`max_length`, by the name that speculators has for it."""
         return self.max_length
 
+    @property
+    def ahead_nbytes(self) -> int:
+        """Bytes of the batches that may be read ahead."""
+        return self._ahead.max_nbytes
+
+    @property
+    def n_tokens_ahead(self) -> int:
+        """Tokens that may be read ahead, for those who plan batches; 0 where nothing is."""
+        return self._ahead.max_nbytes // self._token_nbytes
+
     def close(self) -> None:
-        """Close the files that are open; reading goes on to work."""
+        """Close the files that are open, and give up what was read ahead; reading goes on to work."""
+        self._ahead.close()
         self.reader.close()
+
+    @property
+    def _token_nbytes(self) -> int:
+        """Bytes of a token in an item, those of its narrow columns at most."""
+        states = len(self.layers) * self.header.hidden_size * dtype(self.header.dtype).storage.itemsize
+        return states * (2 if self._dequantize and self.header.scaling else 1) + _NARROW_NBYTES
+
+    def _nbytes(self, indices: Sequence[int]) -> int:
+        return sum(map(self._length, indices)) * self._token_nbytes
 
     def _length(self, index: int) -> int:
         length = int(self.reader.lengths[sample_number(index, len(self))])
@@ -287,6 +337,7 @@ class HiddenStateDataset:
 
     def _check_extras(self) -> None:
         ends = {int(self.reader.snapshot.part[number]) for number in (0, -1)}
+        self.reader.parts.load(ends)
         known = set().union(*(self.reader.parts.get(number).columns for number in ends)) - set(CORE_COLUMNS)
         missing = [str(name) for name in self._extras if name not in known]
         if missing:

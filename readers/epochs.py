@@ -123,6 +123,10 @@ class Epochs:
         bytes_of_both = samples.astype("<i4").tobytes() + packs.offsets.astype("<i8").tobytes()
         return EpochBatches(epoch, samples, packs.offsets, digests.digest(bytes_of_both))
 
+    def n_tokens_of(self, batch: list[int]) -> int:
+        """Return what a batch needs of a budget, in tokens."""
+        return int(self._tokens[batch].sum(dtype=np.int64))
+
     @property
     def least_batches(self) -> int:
         """Batches that every epoch has at least; with `n_samples`, that all have."""

@@ -13,21 +13,24 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy.typing as npt
 import xxhash
 
-from hsfmt.errors import CorruptionError, HsfmtError, NotFoundError, Problem
+from hsfmt.errors import CorruptionError, HsfmtError, NotFoundError, Problem, StorageError
+from hsfmt.readers.cached_entry import CachedEntry
 from hsfmt.readers.delivery import Delivery
 from hsfmt.readers.descriptors import DESCRIPTORS, OpenFile
+from hsfmt.readers.local_cache import CachedRange, LocalCache, ranges_of
 from hsfmt.readers.planner import ChunkRead, Coalescing, RangeRead
 from hsfmt.readers.process_state import ForkAware
 from hsfmt.readers.scatter import PIECE_NBYTES, Destinations, Places, run_pieces
 from hsfmt.readers.threads import Scratch, default_threads, needs_pool, run_all
 from hsfmt.storage import Store
-from hsfmt.storage.base import BytesLike
+from hsfmt.storage.base import Arrivals
 from hsfmt.storage.local import os_errors_typed
 
 Array = npt.NDArray[Any]
@@ -45,12 +48,23 @@ _UNCHECKED_PIECE_NBYTES = 64 << 20
 # block and copy. Then a chunk is done in three large steps; on 8 threads that is 3 times as fast, and 1.7 with zstd.
 _MAX_FINE_THREADS = 2
 _COARSE_PIECE_NBYTES = 4 << 20
-_REMOTE_RANGE_NBYTES = 32 << 20
+# One connection is slower than the link: more of them share the work, and decoding starts sooner.
+_REMOTE_RANGE_NBYTES = 8 << 20
 _LOCAL_GAP_NBYTES = 64 << 10
-_REMOTE_GAP_NBYTES = 1 << 20
 
 _OWNERS = itertools.count()
 _SCRATCH = Scratch()
+
+
+@dataclass(frozen=True, slots=True)
+class _Incoming:
+    """Ranges of a plan on their way from a remote store, and the numbers of those that went where they go."""
+
+    arrivals: Arrivals
+    ranges: Sequence[RangeRead]
+    targets: Destinations | None
+    coarse: bool
+    delivered: list[int] = field(default_factory=list)
 
 
 class Fetcher(ForkAware):
@@ -64,13 +78,28 @@ class Fetcher(ForkAware):
         Compare every payload with its digest.
     n_threads
         Threads that decode; None: as the process allows.
+    cache
+        Of a remote store's chunks. Not used without checks: it must not hold what nobody has compared.
+    named
+        Whether errors name a remote dataset beside the path: not in what a repair writes down, which is the same
+        wherever the dataset lies.
     """
 
-    def __init__(self, store: Store, *, check: bool, n_threads: int | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        *,
+        check: bool,
+        n_threads: int | None = None,
+        cache: LocalCache | None = None,
+        named: bool = True,
+    ) -> None:
         super().__init__()
         self._store = store
         self._check = check
         self._n_threads = n_threads
+        self._named = named and not store.is_local
+        self._cache = cache if check and not store.is_local else None
         self._owner = next(_OWNERS)
         self._nbytes_read = 0
         self.after_fork()
@@ -90,7 +119,7 @@ class Fetcher(ForkAware):
         """What suits the store."""
         if self._store.is_local:
             return Coalescing(_LOCAL_GAP_NBYTES, _LOCAL_RANGE_NBYTES)
-        return Coalescing(_REMOTE_GAP_NBYTES, _REMOTE_RANGE_NBYTES)
+        return Coalescing(self._store.gap_nbytes, _REMOTE_RANGE_NBYTES)
 
     def close(self) -> None:
         """Close the files; a later read opens them again."""
@@ -124,16 +153,88 @@ class Fetcher(ForkAware):
                 runs = _runs(ranges, n_threads)
                 run_all(lambda run: self._read_run(run, destinations, coarse=coarse), runs, n_threads, inline=inline)
                 return
-            self._count(sum(read.nbytes for read in ranges))
-            bodies = self._store.read_ranges([(read.path, read.offset, read.nbytes) for read in ranges])
-            jobs = list(zip(ranges, bodies, strict=True))
-            run_all(lambda job: self._take(*job, destinations, coarse=coarse), jobs, n_threads, inline=inline)
+            self._read_remote(ranges, destinations, coarse=coarse, inline=inline)
         except (CorruptionError, NotFoundError) as error:
             raise _named(error, ranges, naming) from error
 
-    def _take(self, read: RangeRead, body: BytesLike, targets: Destinations, *, coarse: bool) -> None:
-        delivery = Delivery(read.column, read.path, targets, _SCRATCH, coarse=coarse)
+    def warm(self, ranges: Sequence[RangeRead], naming: Naming) -> int:
+        """Read, check and keep what the local cache lacks of these ranges; raises as `execute`.
+
+        Returns
+        -------
+        int
+            Bytes of all chunks of the ranges, those included that were there.
+        """
+        assert self._cache is not None, "asked for by a reader with a cache"
+        _, wanted = self._cache.split(ranges, self.coalescing.max_gap_nbytes)
+        try:
+            self._fetch([], wanted, None, coarse=False, inline=True)
+        except (CorruptionError, NotFoundError) as error:
+            raise _named(error, ranges, naming) from error
+        self._cache.drain()
+        return sum(chunk.nbytes for read in ranges for chunk in read.chunks)
+
+    def _read_remote(self, ranges: Sequence[RangeRead], targets: Destinations, *, coarse: bool, inline: bool) -> None:
+        """Read from the local cache what is there, and all else, and what is damaged there, from the store."""
+        if self._cache is None:
+            self._fetch([], ranges, targets, coarse=coarse, inline=inline)
+            return
+        gap = self.coalescing.max_gap_nbytes
+        here, wanted = self._cache.split(ranges, gap)
+        self._fetch(here, wanted, targets, coarse=coarse, inline=inline)
+        again = [read for cached in here for read in ranges_of(cached.read, cached.failed, gap)]
+        self._fetch([], again, targets, coarse=coarse, inline=inline)
+
+    def _fetch(
+        self,
+        here: Sequence[CachedRange],
+        wanted: Sequence[RangeRead],
+        targets: Destinations | None,
+        *,
+        coarse: bool,
+        inline: bool,
+    ) -> None:
+        """Take what is cached while the rest is in flight."""
+        n_threads = self._n_threads or default_threads()
+        from_cache = [partial(self._read_cached, cached, targets, coarse=coarse) for cached in here if targets]
+        if not wanted:
+            run_all(_call, from_cache, n_threads, inline=inline)
+            return
+        self._count(sum(read.nbytes for read in wanted))
+        with self._store.read_each([(read.path, read.offset, read.nbytes) for read in wanted]) as arrivals:
+            incoming = _Incoming(arrivals, wanted, targets, coarse)
+            work = [*from_cache, *[partial(self._take_next, incoming)] * len(wanted)]
+            run_all(partial(_call_or_close, arrivals), work, n_threads, inline=inline, abandon=arrivals.close)
+        if len(incoming.delivered) != len(wanted):
+            got = f"{len(incoming.delivered)}"
+            raise StorageError.at(self._store.url, expected=f"{len(wanted)} ranges", got=got)
+
+    def _read_cached(self, cached: CachedRange, targets: Destinations, *, coarse: bool) -> None:
+        """Read chunks out of the local cache as those of a local file; what is not as it should be, is noted."""
+        assert self._cache is not None, "it said where they are"
+        delivery = Delivery(cached.read.column, cached.read.path, targets, _SCRATCH, coarse=coarse)
+        for chunk, path, places in [(chunk, path, delivery.places(chunk)) for chunk, path in cached.found]:
+            try:
+                with CachedEntry(path, chunk.offset) as entry:
+                    taken = self._read_once(chunk, places, delivery, entry)
+            except OSError as error:
+                if isinstance(error, HsfmtError):
+                    raise
+                taken = False
+            if not taken:
+                self._cache.reject(cached, chunk, path)
+
+    def _take_next(self, incoming: _Incoming) -> None:
+        """Check and decode whichever range arrives next, while others are in flight."""
+        arrived = next(incoming.arrivals, None)
+        if arrived is None:  # another thread has failed
+            return
+        number, body = arrived
+        read, targets = incoming.ranges[number], incoming.targets
+        coarse = incoming.coarse
+        delivery = None if targets is None else Delivery(read.column, read.path, targets, _SCRATCH, coarse=coarse)
         self._deliver(read, memoryview(body), delivery, None)
+        incoming.delivered.append(number)
 
     def _read_run(self, run: Sequence[RangeRead], targets: Destinations, *, coarse: bool) -> None:
         """Read ranges of one file."""
@@ -160,10 +261,15 @@ class Fetcher(ForkAware):
 
     def _read_chunk(self, chunk: ChunkRead, places: Places | None, delivery: Delivery, file: OpenFile) -> None:
         """Read one chunk: straight to where it goes if it is not encoded, else into a buffer that is decoded."""
+        if not self._read_once(chunk, places, delivery, file):
+            delivery.deliver(chunk, self._read_again(chunk, delivery.path, file))
+
+    def _read_once(
+        self, chunk: ChunkRead, places: Places | None, delivery: Delivery, file: OpenFile | CachedEntry
+    ) -> bool:
+        """Read and deliver one chunk, and say whether it has its digest; else it was not delivered, or not whole."""
         if places:
-            if not self._fill(places, chunk, file, coarse=delivery.coarse):
-                delivery.deliver(chunk, self._read_again(chunk, delivery, file))
-            return
+            return self._fill(places, chunk, file, coarse=delivery.coarse)
         payload = _SCRATCH.get("encoded", chunk.nbytes).data
         digest = xxhash.xxh3_64()
         for at, nbytes, buffers, _ in run_pieces(payload, _piece_nbytes(coarse=delivery.coarse)):
@@ -171,10 +277,11 @@ class Fetcher(ForkAware):
             if self._check:
                 digest.update(buffers[0])
         if self._check and digest.intdigest() != chunk.digest:
-            payload = self._read_again(chunk, delivery, file)
+            return False
         delivery.deliver(chunk, payload)
+        return True
 
-    def _fill(self, places: Places, chunk: ChunkRead, file: OpenFile, *, coarse: bool) -> bool:
+    def _fill(self, places: Places, chunk: ChunkRead, file: OpenFile | CachedEntry, *, coarse: bool) -> bool:
         """Read a chunk that is not encoded, and say whether it has its digest, taken of each piece while in cache."""
         offset = chunk.offset
         if not self._check:
@@ -193,15 +300,19 @@ class Fetcher(ForkAware):
                 places.put(at, buffers[0])
         return digest.intdigest() == chunk.digest
 
-    def _deliver(self, read: RangeRead, body: memoryview, delivery: Delivery, file: OpenFile | None) -> None:
+    def _deliver(self, read: RangeRead, body: memoryview, delivery: Delivery | None, file: OpenFile | None) -> None:
+        """Check the chunks of a range, keep them in the local cache if there is one, and deliver what goes anywhere."""
         for chunk in read.chunks:
             start = chunk.offset - read.offset
             payload = body[start : start + chunk.nbytes]
             if self._check and xxhash.xxh3_64_intdigest(payload) != chunk.digest:
-                payload = self._read_again(chunk, delivery, file)
-            delivery.deliver(chunk, payload)
+                payload = self._read_again(chunk, read.path, file)
+            if self._cache is not None:  # first: what is delivered may be overwritten
+                self._cache.add(read, chunk, payload, wait=delivery is None)
+            if delivery is not None:
+                delivery.deliver(chunk, payload)
 
-    def _read_again(self, chunk: ChunkRead, delivery: Delivery, file: OpenFile | None) -> memoryview:
+    def _read_again(self, chunk: ChunkRead, path: str, file: OpenFile | None) -> memoryview:
         """Return the payload of a second read: of the disk or network, not of the file that was open so far."""
         payload = memoryview(bytearray(chunk.nbytes))
         if file is not None:
@@ -209,16 +320,29 @@ class Fetcher(ForkAware):
             file.read(chunk.offset, (payload,), chunk.nbytes)
         else:
             self._count(chunk.nbytes)
-            self._store.read_into(delivery.path, chunk.offset, payload)
+            self._store.read_into(path, chunk.offset, payload)
         actual = xxhash.xxh3_64_intdigest(payload)
         if actual != chunk.digest:
-            expected, got = f"xxh3_64 {chunk.digest:016x}", f"{actual:016x}, read twice"
-            raise CorruptionError.at(chunk.place(delivery.path), expected=expected, got=got, remedy=_REMEDY)
+            twice = f"read twice from {self._store.url}" if self._named else "read twice"
+            expected, got = f"xxh3_64 {chunk.digest:016x}", f"{actual:016x}, {twice}"
+            raise CorruptionError.at(chunk.place(path), expected=expected, got=got, remedy=_REMEDY)
         return payload
 
     def _count(self, nbytes: int) -> None:
         with self._lock:
             self._nbytes_read += nbytes
+
+
+def _call(work: Callable[[], None]) -> None:
+    work()
+
+
+def _call_or_close(arrivals: Arrivals, work: Callable[[], None]) -> None:
+    try:
+        work()
+    except BaseException:
+        arrivals.close()  # threads that wait for more would do so for as long as it takes
+        raise
 
 
 def _piece_nbytes(*, coarse: bool) -> int:

@@ -6,16 +6,18 @@ Spec: rules READ-3 and READ-6. Two reads open a dataset: the pointer and the sna
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import overload
 
 from hsfmt import layout, tables
 from hsfmt.catalog import read_header, read_pointer, read_snapshot
 from hsfmt.digests import is_digest
 from hsfmt.errors import CorruptionError, NotFoundError, UsageError
+from hsfmt.readers.local_cache import LocalCache
 from hsfmt.sealing import build_live
 from hsfmt.snapshot import Snapshot, SnapshotIds, parse_snapshot, parse_snapshot_ids
 from hsfmt.storage import Store
+from hsfmt.stored_snapshots import POINTED_AT, stored_snapshots
 
 LIVE = "live"
 
@@ -38,8 +40,8 @@ class SnapshotChoice:
     index_nbytes: int
     live: tuple[bytes, bytes] | None = None
 
-    def load(self, store: Store) -> Snapshot:
-        """Return the snapshot, compared with the fingerprint.
+    def load(self, store: Store, cache: LocalCache | None = None) -> Snapshot:
+        """Return the snapshot, compared with the fingerprint; out of the cache, if it is there.
 
         Raises
         ------
@@ -48,14 +50,22 @@ class SnapshotChoice:
         """
         if self.live is not None:
             return parse_snapshot(self.live[0], "live snapshot", self.fingerprint)
+        where = layout.snapshot_path(self.fingerprint, "index")
         try:
-            return read_snapshot(store, self.fingerprint, self.index_nbytes)[0]
+            if cache is None:
+                return read_snapshot(store, self.fingerprint, self.index_nbytes)[0]
+            nbytes = None if self.index_nbytes == tables.MAX_TABLE_NBYTES else self.index_nbytes
+            return cache.document(
+                ("snapshot index", self.fingerprint),
+                nbytes,
+                lambda body: parse_snapshot(body, where, self.fingerprint),
+                lambda: read_snapshot(store, self.fingerprint, self.index_nbytes)[1],
+            )
         except NotFoundError as error:
             remedy = "it belongs to another dataset or was removed; `hsfmt seal` makes one of what is committed"
-            where = layout.snapshot_path(self.fingerprint, "index")
             raise NotFoundError.at(where, expected="that snapshot", got="nothing", remedy=remedy) from error
 
-    def load_ids(self, store: Store, snapshot: Snapshot) -> SnapshotIds:
+    def load_ids(self, store: Store, snapshot: Snapshot, cache: LocalCache | None = None) -> SnapshotIds:
         """Return the ids of the snapshot's samples.
 
         Raises
@@ -64,17 +74,29 @@ class SnapshotChoice:
             The file is not there, or not the one that the snapshot names.
         """
         path = layout.snapshot_path(self.fingerprint, "ids")
-        data = self.live[1] if self.live is not None else store.read(path, snapshot.ids_nbytes)
-        return parse_snapshot_ids(data, snapshot, path)
+        if self.live is not None:
+            return parse_snapshot_ids(self.live[1], snapshot, path)
+        if cache is None:
+            return parse_snapshot_ids(store.read(path, snapshot.ids_nbytes), snapshot, path)
+        return cache.document(
+            ("snapshot ids", snapshot.ids_digest),
+            snapshot.ids_nbytes,
+            lambda body: parse_snapshot_ids(body, snapshot, path),
+            lambda: store.read(path, snapshot.ids_nbytes),
+        )
 
 
-def choose_snapshot(store: Store, which: str | None) -> tuple[SnapshotChoice, Snapshot]:
+def choose_snapshot(
+    store: Store, which: str | None, cache: LocalCache | None = None
+) -> tuple[SnapshotChoice, Snapshot]:
     """Resolve and load a snapshot: None is the sealed one, "live" all that is committed now, else a fingerprint.
+
+    The pointer is never taken out of a cache.
 
     Raises
     ------
     NotFoundError
-        No dataset, or none that was sealed, or no such snapshot.
+        No dataset, or none that was sealed, or its pointer is gone, or no such snapshot.
     UsageError
         `which` is none of these.
     CorruptionError
@@ -89,14 +111,25 @@ def choose_snapshot(store: Store, which: str | None) -> tuple[SnapshotChoice, Sn
             expected = 'None, "live", or a fingerprint like xxh3_128:<32 hex digits>'
             raise UsageError.at("snapshot", expected=expected, got=repr(which)[:100])
         choice = SnapshotChoice(which, tables.MAX_TABLE_NBYTES)
-        return choice, choice.load(store)
+        return choice, choice.load(store, cache)
     pointer = read_pointer(store)
     if pointer is None:
         read_header(store)
+        if store.can_list and (found := stored_snapshots(store)):
+            # A first seal writes its snapshot before it points at it, so that it may also be at work right now.
+            raise NotFoundError.at(
+                layout.POINTER,
+                expected=f"a pointer to one of the {len(found)} snapshots that are there",
+                got="nothing",
+                remedy='restore it from a copy, or run `hsfmt seal`; snapshot="live" reads whatever is committed now',
+            )
         remedy = 'run `hsfmt seal`, or ask for snapshot="live" to read whatever is committed now'
         raise NotFoundError.at(store.url, expected="a sealed dataset", got="no snapshot", remedy=remedy)
     choice = SnapshotChoice(pointer.fingerprint, pointer.index_nbytes)
-    snapshot = choice.load(store)
+    try:
+        snapshot = choice.load(store, cache)
+    except NotFoundError as error:
+        raise NotFoundError([replace(problem, expected=POINTED_AT) for problem in error.problems]) from error
     says = (pointer.header.digest(), pointer.samples, pointer.content_digest)
     if says != (snapshot.header.digest(), snapshot.n_samples, snapshot.content_digest):
         remedy = "run `hsfmt seal` again"

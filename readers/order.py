@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hsfmt.errors import UsageError
+from hsfmt.readers.batches_ahead import MAX_BATCHES, Batch
 from hsfmt.readers.epochs import EpochBatches, EpochSettings, epochs_of
 from hsfmt.readers.order_state import RETRAIN, OrderState, parse_state, refuse_another
 from hsfmt.readers.ranks import check_all_ranks_agree, rank_and_world_size
@@ -120,6 +121,7 @@ class BatchOrder:
         self.fingerprint = _check_fingerprint(dataset, fingerprint)
         self._epochs = epochs_of(dataset, settings, samples, cut=too_long == "cut")
         self._settings = {**settings.to_dict(), **self._epochs.digests}
+        self._n_tokens_ahead = int(getattr(dataset, "n_tokens_ahead", 0))
         self._batches: EpochBatches | None = None
         self._go_to(0, 0)
         if fingerprint is None:
@@ -342,7 +344,21 @@ class BatchIterator:
         order._note_taken(self._epoch, rounds.start, last=self._finished)
         if number == rounds.n_steps:
             raise StopIteration
-        return order._batches_at(self._epoch)[rounds.batch(order.rank, number)]
+        batches = order._batches_at(self._epoch)
+        batch = batches[rounds.batch(order.rank, number)]
+        return Batch(batch, self._following(batches, rounds, number)) if order._n_tokens_ahead else batch
+
+    def _following(self, batches: EpochBatches, rounds: Rounds, number: int) -> list[list[int]]:
+        """Return the batches after one: the next, and more as far as they may be read ahead, by all workers."""
+        following: list[list[int]] = []
+        left = self._order._n_tokens_ahead
+        for later in range(number + 1, min(number + 1 + 2 * MAX_BATCHES, rounds.n_steps)):
+            batch = batches[rounds.batch(self._order.rank, later)]
+            left -= self._order._epochs.n_tokens_of(batch)
+            if left < 0 and following:
+                break
+            following.append(batch)
+        return following
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place behind the batch taken last."""

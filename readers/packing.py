@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from hsfmt.errors import UsageError
-from hsfmt.readers.buffers import empty_tensors
+from hsfmt.readers.batches_ahead import Batch, BatchesAhead
+from hsfmt.readers.buffers import empty_tensors, nbytes_of
 from hsfmt.readers.open_snapshot import sample_number
 from hsfmt.readers.packed_batch import Document, fill
 from hsfmt.readers.packed_views import packed_layout
@@ -38,10 +39,11 @@ class PackingCollator:
     `error_records`                  the int 0: a sample that can't be read raises
     ===============================  ============================================================================
 
-    It goes into any DataLoader whose dataset is the list of all numbers, `range(len(dataset))`, or of windows. It is
-    picklable and may be called from several threads at a time. Extra columns are not packed. The tensors of a batch
-    share one allocation, in the main process as in workers: to `torch.save` one of them, or to keep it alone, `clone()`
-    it first.
+    It goes into any DataLoader whose dataset is the list of all numbers, `range(len(dataset))`, or of windows. Or it is
+    itself the DataLoader's dataset, with a BatchOrder as `sampler=` and `batch_size=None`: then the batches of a remote
+    dataset are read ahead, as its `ahead_nbytes` says. It is picklable and may be called from several threads at a
+    time. Extra columns are not packed. The tensors of a batch share one allocation, in the main process as in workers:
+    to `torch.save` one of them, or to keep it alone, `clone()` it first.
 
     Parameters
     ----------
@@ -113,6 +115,7 @@ class PackingCollator:
             check_trainable(dataset.header, dataset.layers, allowed, view)
         self._with_samples = with_samples
         self._pin_memory = pin_memory
+        self._ahead: BatchesAhead[dict[str, Any]] = BatchesAhead(dataset.ahead_nbytes)
 
     def __repr__(self) -> str:
         return f"PackingCollator({self.dataset!r}, {self.n_tokens}, view={self.view!r})"
@@ -138,6 +141,18 @@ class PackingCollator:
         if self.n_tokens is None:
             raise UsageError.at("n_tokens", expected="a number, to allocate that many", got="None")
         return self._allocate(self.n_tokens)
+
+    def __getitem__(self, indices: Sequence[Index]) -> dict[str, Any]:
+        """Return a batch, as when called with it; what a BatchOrder says to follow is read ahead."""
+        if isinstance(indices, Batch) and self._ahead.max_nbytes:
+            return self._ahead.take(indices, self, self._nbytes, self.dataset.reader.load_parts)
+        return self(indices)
+
+    def _nbytes(self, indices: Iterable[Index]) -> int:
+        n_tokens = self.n_tokens
+        if n_tokens is None:
+            n_tokens = self._place([self._window(index) for index in indices])[1]
+        return nbytes_of(list(self._layout.specs(n_tokens).values()))
 
     def __call__(self, indices: Iterable[Index], out: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return a batch.

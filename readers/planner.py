@@ -68,6 +68,8 @@ class RangeRead:
         Where it lies, in bytes.
     chunks
         Ascending by offset.
+    part
+        What names the part in whatever dataset: its name, and the digest of its index.
     """
 
     column: Column
@@ -75,6 +77,7 @@ class RangeRead:
     offset: int
     nbytes: int
     chunks: list[ChunkRead]
+    part: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +102,7 @@ def plan(
     chunks: npt.NDArray[np.uint64],
     windows: Iterable[Window],
     coalescing: Coalescing,
+    index_digest: str = "",
 ) -> list[RangeRead]:
     """Return the byte ranges that hold the windows; a chunk that several windows touch is read once.
 
@@ -112,6 +116,8 @@ def plan(
         Rows within the column; none of them empty.
     coalescing
         When two chunks become one range.
+    index_digest
+        Of the part.
     """
     copies = _copies(column, windows)
     numbers = sorted(copies)
@@ -134,7 +140,7 @@ def plan(
             if number // per_shard != shard:
                 shard = number // per_shard
                 path = f"{folder}/{column.shard_key(shard)}"
-            ranges.append(RangeRead(column, path, offset, nbytes, [chunk]))
+            ranges.append(RangeRead(column, path, offset, nbytes, [chunk], f"{part} {index_digest}"))
         end = offset + nbytes
     return ranges
 

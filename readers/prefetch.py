@@ -14,11 +14,18 @@ from hsfmt.readers.order_position import OrderPosition, check_batch
 from hsfmt.readers.read_ahead import Batches, ReadAhead
 from hsfmt.readers.recycled_memory import RecycledMemory, allocated_nbytes
 from hsfmt.readers.sample_requests import integer
+from hsfmt.storage import Store
 
 Batch = dict[str, torch.Tensor]
 
 # Held beside the batches ahead: the one in use, and the one before it, which a `for` loop lets go of one batch later.
 _N_IN_USE = 2
+_DEPTH = 2
+# Of a remote dataset: what is on its way at a time, for 600 MB/s at 100 ms a round trip; how many batches that are at
+# most; and what all batches may take, where not even four of them take more.
+_ON_THE_WAY_NBYTES = 64 << 20
+_MAX_READERS = 32
+_AHEAD_NBYTES = 512 << 20
 
 
 class Prefetcher:
@@ -54,12 +61,16 @@ class Prefetcher:
     pin_memory
         Read into page-locked memory, from which copies to a device are asynchronous. None: if `device` is CUDA.
     depth
-        Batches that may be read, or in the making, before they are asked for.
+        Batches that may be read, or in the making, before they are asked for. None: 2; where the collator's dataset is
+        remote and it has `allocate`, twice `n_readers`, as long as all batches together take no more than `max_nbytes`,
+        or 512 MiB.
     max_nbytes
         Bound on the memory of the `depth` + 2 batches; fewer are read ahead if need be. For collators with `allocate`.
+        What is on its way from a remote dataset comes on top: at most 256 MiB a process, and 8 MiB for each reader.
     n_readers
-        Batches read at a time, at most `depth` and each with the threads of its dataset: more than one where the
-        storage answers late.
+        Batches read at a time, at most `depth` and together with the threads of their dataset: more than one where the
+        storage answers late. None: 1; where the collator's dataset is remote, from 2 to 32, so many that 64 MiB are on
+        their way.
 
     Raises
     ------
@@ -75,23 +86,28 @@ class Prefetcher:
         *,
         device: str | int | torch.device | None = None,
         pin_memory: bool | None = None,
-        depth: int = 2,
+        depth: int | None = None,
         max_nbytes: int | None = None,
-        n_readers: int = 1,
+        n_readers: int | None = None,
     ) -> None:
         self.device = None if device is None else as_device(device)
         if pin_memory and not torch.cuda.is_available():
             raise UsageError.at("pin_memory", expected="CUDA, which locks the pages", got="torch without a CUDA device")
         pin = pin_memory if pin_memory is not None else self.device is not None and self.device.type == "cuda"
-        self._depth = integer(depth, "depth", "an integer from 1 on", 1)
-        self._n_readers = integer(n_readers, "n_readers", "an integer from 1 on", 1)
+        depth = None if depth is None else integer(depth, "depth", "an integer from 1 on, or None", 1)
+        if n_readers is not None:
+            n_readers = integer(n_readers, "n_readers", "an integer from 1 on, or None", 1)
         self._order = OrderPosition(order)
         _check_same_dataset(collator, order)
         self._lane = None if self.device is None else make_lane(self.device)
         self._ahead: ReadAhead[Any, Any] | None = None
         template = _template(collator)
-        if template is not None:
-            memory = _Memory(template, pin_memory=pin)
+        memory = None if template is None else _Memory(template, pin_memory=pin)
+        if _is_remote(collator):
+            n_readers = n_readers or _remote_readers(None if memory is None else memory.nbytes)
+            depth = depth or _remote_depth(n_readers, None if memory is None else memory.nbytes, max_nbytes)
+        self._n_readers, self._depth = n_readers or 1, depth or _DEPTH
+        if memory is not None:
             self._depth = _bounded(self._depth, max_nbytes, memory.nbytes)
             memory.keep(self._depth + _N_IN_USE)
             self._read: Callable[[Sequence[int]], Any] = lambda indices: collator(indices, out=memory.take())
@@ -221,6 +237,23 @@ def _check_same_dataset(collator: Any, order: Any) -> None:
     if isinstance(expected, str) and isinstance(got, str) and expected != got:
         remedy = "make both of the same dataset"
         raise UsageError.at("order", expected=f"that of the collator's dataset, {expected}", got=got, remedy=remedy)
+
+
+def _is_remote(collator: Any) -> bool:
+    store = getattr(getattr(getattr(collator, "dataset", None), "reader", None), "store", None)
+    return isinstance(store, Store) and not store.is_local
+
+
+def _remote_readers(batch_nbytes: int | None) -> int:
+    wanted = 1 if batch_nbytes is None else -(-_ON_THE_WAY_NBYTES // max(1, batch_nbytes))
+    return min(max(wanted, _DEPTH), _MAX_READERS)
+
+
+def _remote_depth(n_readers: int, batch_nbytes: int | None, max_nbytes: int | None) -> int:
+    if batch_nbytes is None:
+        return n_readers
+    limit = max_nbytes if isinstance(max_nbytes, int) else _AHEAD_NBYTES
+    return min(2 * n_readers, max(limit // max(1, batch_nbytes) - _N_IN_USE, _DEPTH))
 
 
 def _bounded(depth: int, max_nbytes: int | None, batch_nbytes: int) -> int:

@@ -20,12 +20,13 @@ from typing import Any, Generic, TypeVar
 
 from hsfmt.errors import UsageError
 from hsfmt.readers.process_state import ForkAware
+from hsfmt.storage.abandonment import Abandonment
 
 _S = TypeVar("_S")
 _T = TypeVar("_T")
 
 _NOTHING: Any = object()
-_LOOK_SECONDS = 0.02
+_LOOK_SECONDS = 0.002
 # What an exit waits for a read in hand, which may hang in a file system; longer than one that does not.
 _EXIT_SECONDS = 10.0
 
@@ -105,7 +106,7 @@ class ReadAhead(ForkAware, Generic[_S, _T]):
         # Those in __next__, and those of them that found the threads gone: a list's length is a count that is atomic.
         self._takers: list[None] = []
         self._awaiting: list[None] = []
-        self._left: SimpleQueue[None] = SimpleQueue()
+        self._work = Abandonment()
 
     def after_fork(self) -> None:
         """Forget the threads, which are the parent's."""
@@ -123,6 +124,11 @@ class ReadAhead(ForkAware, Generic[_S, _T]):
             except RuntimeError:  # from Python 3.12 on also at the interpreter's exit
                 break
             self._n_started += 1
+
+    @property
+    def busy(self) -> bool:
+        """Whether a thread has not ended yet."""
+        return self._n_left < self._n_started
 
     def __iter__(self) -> ReadAhead[_S, _T]:
         return self
@@ -185,18 +191,28 @@ class ReadAhead(ForkAware, Generic[_S, _T]):
         return self.ended
 
     def cancel(self) -> None:
-        """Let the threads end once what they have in hand is done, without waiting for that."""
+        """Let the threads end once what they have in hand is done, without waiting for that.
+
+        What they wait for from a remote storage is given up.
+        """
         self._over = True
         self.ended = self.ended or "close()"
+        self._work.give_up()
         for _ in range(self._n_threads):
             self._permits.put(None)
-        if isinstance(self._source, ReadAhead):
-            self._source.cancel()
+        source = self._source  # the last thread may let go of it meanwhile
+        if isinstance(source, ReadAhead):
+            source.cancel()
+
+    def abandon(self) -> None:
+        """Let a thread that takes from this get an error, and the others end."""
+        self.cancel()
 
     def close(self, timeout: float | None = None) -> None:
         """End the threads, and return when none of them works on anything any more.
 
-        That holds for exceptions too: an interrupt takes effect once what is in hand is done.
+        Neither do those of a source that reads ahead itself. That holds for exceptions too: an interrupt takes effect
+        once what is in hand is done.
 
         Parameters
         ----------
@@ -205,16 +221,18 @@ class ReadAhead(ForkAware, Generic[_S, _T]):
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         interrupt: BaseException | None = None
-        # Two loops in each other, as in threads.run_all, which says why.
-        while not self._over or (self._active and not _past(deadline)):
+        done = False
+        # Two loops in each other, as in threads.run_all, which says why; their conditions call nothing.
+        while not done:
             try:
-                while not self._over or (self._active and not _past(deadline)):
+                while not done:
                     try:
                         self.cancel()
-                        if self._active:
-                            self._left.get(timeout=_LOOK_SECONDS)
-                    except Empty:
-                        continue
+                        busy = self._busy_stage()
+                        done = busy is None or _past(deadline)
+                        if not done:
+                            # No queue's get(timeout): shared by two that close, it may wait for ever (CPython 3.11).
+                            time.sleep(_LOOK_SECONDS)
                     except BaseException as error:  # noqa: BLE001  raised below
                         interrupt = error if interrupt is None else interrupt
             except BaseException as error:  # noqa: BLE001
@@ -227,6 +245,13 @@ class ReadAhead(ForkAware, Generic[_S, _T]):
                 raise interrupt
         finally:
             interrupt = None
+
+    def _busy_stage(self) -> ReadAhead[Any, Any] | None:
+        """Return this, or else what it takes from, if a thread works for it."""
+        source = self._source  # the last thread may let go of it meanwhile
+        if self._active:
+            return self
+        return source._busy_stage() if isinstance(source, ReadAhead) else None  # noqa: SLF001  of this class
 
     def _release(self) -> None:
         """Let go of the source, and of what was made and is not wanted."""
@@ -251,10 +276,11 @@ class ReadAhead(ForkAware, Generic[_S, _T]):
             self._boxes.put(None)
             with self._turn:
                 self._n_left += 1
-            if self.ended and self._n_left == self._n_started:  # dropped: nobody else would
-                self._release()
-            self._active.pop()
-            self._left.put(None)
+            try:
+                if self.ended and self._n_left == self._n_started:  # dropped: nobody else would
+                    self._release()
+            finally:  # whatever the source's end raises
+                self._active.pop()
 
     def _one(self) -> bool:
         """Make one batch; return whether there may be another."""
@@ -262,14 +288,15 @@ class ReadAhead(ForkAware, Generic[_S, _T]):
         entry = _Entry()
         item: Any = _NOTHING
         try:
-            with self._turn:
-                if self._over:
-                    return False
-                self._boxes.put(box)
-                item = _NOTHING if self._source is None else next(self._source, _NOTHING)
-                entry.state = None if self._source_state is None else self._source_state()
-            if item is not _NOTHING:
-                entry.value = self._make(item)
+            with self._work:
+                with self._turn:
+                    if self._over:
+                        return False
+                    self._boxes.put(box)
+                    item = _NOTHING if self._source is None else next(self._source, _NOTHING)
+                    entry.state = None if self._source_state is None else self._source_state()
+                if item is not _NOTHING:
+                    entry.value = self._make(item)
         except BaseException as error:  # noqa: BLE001  raised where the batch is taken
             entry.error = error
         finally:

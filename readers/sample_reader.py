@@ -14,18 +14,21 @@ import numpy as np
 import numpy.typing as npt
 
 from hsfmt import attachments, digests
-from hsfmt.errors import CorruptionError, SampleNotFoundError
+from hsfmt.errors import CorruptionError, SampleNotFoundError, StorageError, UsageError
 from hsfmt.header import Header
 from hsfmt.layout import index_path
 from hsfmt.readers.batch import ReadBatch
 from hsfmt.readers.chunk_cache import ChunkCache
 from hsfmt.readers.fetch import Fetcher
+from hsfmt.readers.local_cache import LocalCache, shared_cache
 from hsfmt.readers.open_snapshot import SampleIds, SnapshotChoice, choose_snapshot, sample_number
 from hsfmt.readers.part_cache import OpenPart, PartCache
-from hsfmt.readers.sample_arrays import SampleArrays, ask
+from hsfmt.readers.sample_arrays import PendingSample, SampleArrays, ask
 from hsfmt.readers.sample_requests import Piece, SampleRequest, integer, layer_planes
+from hsfmt.readers.second_read import read_twice
 from hsfmt.snapshot import Snapshot
 from hsfmt.storage import Store, open_store
+from hsfmt.storage.cache_settings import CacheSettings, cache_settings
 
 __all__ = ["Piece", "ReadOptions", "SampleArrays", "SampleReader", "SampleRequest"]
 
@@ -44,6 +47,12 @@ class ReadOptions:
         Threads that fetch and decode; None: up to 4, and 1 in a worker of a DataLoader.
     part_cache_nbytes, chunk_cache_nbytes
         Memory for indexes of parts, and for decoded chunks of narrow columns.
+    cache_dir
+        A folder on a local disk that keeps what was read of remote datasets, shared by all processes that name it.
+        None: the one that HSFMT_CACHE_DIR names, if any; "": none. Local datasets are not cached, nor is what is read
+        without checks.
+    cache_size
+        The most that it may hold: bytes, or a text like 200GiB. None: what HSFMT_CACHE_SIZE says, else 32 GiB.
 
     Raises
     ------
@@ -55,12 +64,15 @@ class ReadOptions:
     n_threads: int | None = None
     part_cache_nbytes: int = 512 << 20
     chunk_cache_nbytes: int = 32 << 20
+    cache_dir: str | os.PathLike[str] | None = None
+    cache_size: int | str | None = None
 
     def __post_init__(self) -> None:
         if self.n_threads is not None:
             integer(self.n_threads, "n_threads", "an integer from 1 on, or None", 1)
         for name in ("part_cache_nbytes", "chunk_cache_nbytes"):
             integer(getattr(self, name), name, "an integer from 0 on", 0)
+        cache_settings(self.cache_dir, self.cache_size)
 
 
 @dataclass(slots=True)
@@ -110,29 +122,36 @@ class SampleReader:
     ) -> None:
         self.store = url if isinstance(url, Store) else open_store(url, storage_options)
         self.options = options or ReadOptions()
-        self._choice, chosen = choose_snapshot(self.store, snapshot)
+        self._cache_settings = cache_settings(self.options.cache_dir, self.options.cache_size)
+        self._choice, chosen = read_twice(self.store, lambda: choose_snapshot(self.store, snapshot, self.cache))
         self._opened: _Opened | None = self._open(chosen)
 
     def _open(self, snapshot: Snapshot) -> _Opened:
-        options = self.options
+        options, cache = self.options, self.cache
+        check = not options.unsafe_skip_checks
         return _Opened(
             snapshot=snapshot,
-            parts=PartCache(self.store, snapshot, options.part_cache_nbytes),
+            parts=PartCache(self.store, snapshot, options.part_cache_nbytes, cache),
             chunks=ChunkCache(options.chunk_cache_nbytes),
-            fetcher=Fetcher(self.store, check=not options.unsafe_skip_checks, n_threads=options.n_threads),
+            fetcher=Fetcher(self.store, check=check, n_threads=options.n_threads, cache=cache),
         )
+
+    @property
+    def cache(self) -> LocalCache | None:
+        """The local cache, None where there is none: for local datasets, and where nothing names a folder."""
+        return None if self.store.is_local else shared_cache(self._cache_settings)
 
     @property
     def _state(self) -> _Opened:
         if self._opened is None:
-            self._opened = self._open(self._choice.load(self.store))
+            self._opened = self._open(read_twice(self.store, lambda: self._choice.load(self.store, self.cache)))
         return self._opened
 
-    def __getstate__(self) -> tuple[Store, ReadOptions, SnapshotChoice]:
-        return self.store, self.options, self._choice
+    def __getstate__(self) -> tuple[Store, ReadOptions, SnapshotChoice, CacheSettings | None]:
+        return self.store, self.options, self._choice, self._cache_settings
 
-    def __setstate__(self, state: tuple[Store, ReadOptions, SnapshotChoice]) -> None:
-        self.store, self.options, self._choice = state
+    def __setstate__(self, state: tuple[Store, ReadOptions, SnapshotChoice, CacheSettings | None]) -> None:
+        self.store, self.options, self._choice, self._cache_settings = state
         self._opened = None
 
     @property
@@ -193,7 +212,9 @@ class SampleReader:
         """The ids in order; the first use reads one file."""
         state = self._state
         if state.ids is None:
-            state.ids = SampleIds(self._choice.load_ids(self.store, state.snapshot))
+            state.ids = SampleIds(
+                read_twice(self.store, lambda: self._choice.load_ids(self.store, state.snapshot, self.cache))
+            )
         return state.ids
 
     def index_of(self, sample_id: str) -> int:
@@ -281,16 +302,70 @@ class SampleReader:
         """
         planes = layer_planes(self.header, layers)
         batch = ReadBatch(self._state.fetcher, self._state.chunks)
-        pending = [
-            ask(batch, number, self.locate(request.index), request, planes, extras)
-            for number, request in enumerate(requests)
-        ]
+        pending: list[PendingSample] = []
 
         def naming(owners: Iterable[int]) -> tuple[str, ...]:
             return tuple(dict.fromkeys(pending[owner].sample_id for owner in owners))
 
-        batch.execute(naming)
-        return [sample.arrays() for sample in pending]
+        try:
+            self._load_parts(requests)
+            for number, request in enumerate(requests):
+                pending.append(ask(batch, number, self.locate(request.index), request, planes, extras))
+            batch.execute(naming)
+            return [sample.arrays() for sample in pending]
+        except MemoryError as error:
+            # Whoever wrote a sample may say that it has 2^31 tokens.
+            tokens = sum(int(self.lengths[request.index]) for request in requests)
+            expected = f"memory for {len(requests)} sample(s) of {tokens} tokens, or for their windows"
+            remedy = "read a window of the tokens, fewer layers, or fewer samples at once"
+            raise StorageError.at("memory", expected=expected, got=str(error) or "none", remedy=remedy) from error
+
+    def warm(self, indices: Iterable[int], layers: Sequence[int] | None = None) -> int:
+        """Bring samples into the local cache without decoding them, as far as they are not there.
+
+        Returns
+        -------
+        int
+            Encoded bytes of the chunks that these samples lie in.
+
+        Raises
+        ------
+        UsageError
+            There is no cache: the dataset is local, no folder was named, or nothing is checked.
+        IndexError, CorruptionError, NotFoundError, StorageError
+            As `read`.
+        """
+        if self.cache is None or self.options.unsafe_skip_checks:
+            remedy = "give cache_dir, or set HSFMT_CACHE_DIR; what lies on a local disk is not cached"
+            raise UsageError.at(self.store.url, expected="a remote dataset and a cache", got="none", remedy=remedy)
+        requests = [SampleRequest(index) for index in indices]
+        planes = layer_planes(self.header, layers)
+        batch = ReadBatch(self._state.fetcher, ChunkCache(0))
+        self._load_parts(requests)
+        places = enumerate(map(self.locate, [request.index for request in requests]))
+        asked = zip(places, requests, strict=True)
+        pending = [ask(batch, number, place, request, planes, None) for (number, place), request in asked]
+        return batch.warm(lambda owners: tuple(dict.fromkeys(pending[owner].sample_id for owner in owners)))
+
+    def load_parts(self, indices: Iterable[int]) -> None:
+        """Load manifests and indexes of the parts that samples lie in, as far as they are not loaded; raises as `read`.
+
+        Parameters
+        ----------
+        indices
+            Numbers of samples.
+        """
+        requests = [SampleRequest(index) for index in indices]
+        self._load_parts(requests)
+        for request in requests:
+            self.locate(request.index)
+
+    def _load_parts(self, requests: Sequence[SampleRequest]) -> None:
+        """Load the parts of a batch together; a request for a sample that is not there is refused later."""
+        numbers: list[Any] = [request.index for request in requests]
+        integers = [int(number) for number in numbers if isinstance(number, int | np.integer)]
+        known = [number for number in integers if -len(self) <= number < len(self)]
+        self.parts.load(self.snapshot.part[known].tolist())
 
     def locate(self, index: int) -> tuple[OpenPart, int]:
         """Return (part, row) of a sample, compared with what the snapshot says of it.

@@ -34,11 +34,17 @@ def default_threads() -> int:
     The cores are shared with the other ranks of this machine, of which torchrun and others say how many there are. A
     rank that was started by torch.multiprocessing is no worker, though a child process like one.
     """
-    data = sys.modules.get("torch.utils.data")  # a worker has it
-    worker_info = getattr(data, "get_worker_info", None)
-    if worker_info is not None and worker_info() is not None:
+    if n_loader_workers():
         return 1
     return max(1, min(_MAX_DEFAULT_THREADS, n_cores() // _local_ranks()))
+
+
+def n_loader_workers() -> int:
+    """Return how many workers the DataLoader has that this process is one of; 0 in any other process."""
+    data = sys.modules.get("torch.utils.data")  # a worker has it
+    worker_info = getattr(data, "get_worker_info", None)
+    info = None if worker_info is None else worker_info()
+    return 0 if info is None else int(info.num_workers)
 
 
 def _local_ranks() -> int:
@@ -155,7 +161,14 @@ class _Pools(ForkAware):
 _POOLS = _Pools()
 
 
-def run_all(work: Callable[[_T], None], items: list[_T], n_threads: int, *, inline: bool) -> None:
+def run_all(
+    work: Callable[[_T], None],
+    items: list[_T],
+    n_threads: int,
+    *,
+    inline: bool,
+    abandon: Callable[[], None] | None = None,
+) -> None:
     """Call `work` on every item, in threads of the pool, and return when none of them runs any more.
 
     That holds for exceptions too: an interrupt (Ctrl-C, a signal handler that raises) takes effect once the items in
@@ -172,6 +185,8 @@ def run_all(work: Callable[[_T], None], items: list[_T], n_threads: int, *, inli
     inline
         Whether the calling thread may do it all where one thread is enough. numcodecs' Blosc must not be called on the
         main thread: there it uses global state and threads of its own, which a fork breaks.
+    abandon
+        Called when the caller was interrupted: ends what items in hand may be waiting for.
 
     Raises
     ------
@@ -198,6 +213,8 @@ def run_all(work: Callable[[_T], None], items: list[_T], n_threads: int, *, inli
     except BaseException as error:  # noqa: BLE001  raised below
         run.over = True
         interrupt = error
+        if abandon is not None:
+            abandon()
     # The first interrupt is raised below; those that follow while threads are busy are swallowed. Interrupts come after
     # calls and where a loop turns back, which a `try` around the loop covers in some versions of Python only: the
     # waiting is one call, and a loop in a loop swallows one that comes while another is being swallowed.

@@ -18,7 +18,7 @@ from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, Sto
 from zarr.core.buffer import Buffer, BufferPrototype
 
 from hsfmt import layout
-from hsfmt.codecs import CRC_NBYTES, crc32c
+from hsfmt.codecs import CRC_NBYTES, check_blosc_frame, crc32c
 from hsfmt.columns import Column
 from hsfmt.errors import CorruptionError, NotFoundError
 from hsfmt.manifest import implied_documents
@@ -222,6 +222,12 @@ class VerifyingStore(Store):
                 return where, f"xxh3_64 {digest:016x}", f"{actual:016x}"
             if stored_crc != crc32c(payload):
                 return where, f"crc32c {crc32c(payload).hex()}", stored_crc.hex()
+            try:
+                # zarr-python allocates by a frame's own word.
+                if shard.column.codec != "none":
+                    check_blosc_frame(payload, shard.column.chunk_nbytes, where)
+            except CorruptionError as error:
+                return where, error.problems[0].expected, error.problems[0].got
         return None
 
 

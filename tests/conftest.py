@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+pytest_plugins = ["servers.server_fixtures"]
+
 ROOT = Path(__file__).resolve().parent.parent
 
 # The machine's speed is no property of the code; the same examples every run, so that a red CI can be repeated.
@@ -21,6 +23,11 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 _HAS_TORCH = importlib.util.find_spec("torch") is not None
 _IMPORTS_TORCH = re.compile(r"^(import|from) (safetensors\.)?torch\b", re.MULTILINE)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let the readers' tests open their datasets elsewhere: `make test-remote`."""
+    parser.addoption("--store", choices=["local", "s3", "http", "memory"], help="where tests/readers open datasets")
 
 
 @functools.cache

@@ -18,10 +18,11 @@ def run(repo_root, tmp_path_factory):
     folder = tmp_path_factory.mktemp("bench")
     page = folder / "page.md"
     page.write_text("before\n<!-- bench: begin -->\nold\n<!-- bench: end -->\nafter\n")
+    (folder / "checks.md").write_text("<!-- checks: begin -->\n<!-- checks: end -->\n")
     command = [sys.executable, "bench/run.py", "--tiny", "--inline", "--rounds", "1", "--folder", str(folder)]
     done = subprocess.run(
-        [*command, "--json", str(folder / "figures.json"), "--write", str(page)],
-        cwd=repo_root, capture_output=True, text=True, check=False, timeout=280,
+        [*command, "--json", folder / "figures.json", "--write", page, "--checks", folder / "checks.md"],
+        cwd=repo_root, capture_output=True, text=True, check=False, timeout=1200,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout, page.read_text(), json.loads((folder / "figures.json").read_text()), folder
@@ -93,6 +94,17 @@ def test_the_page_keeps_what_is_around_the_marks(run):
     assert "| old" not in page
 
 
+def test_what_the_checks_cost_is_told_of_each_codec_in_each_case(run):
+    *_, folder = run
+    lines = (folder / "checks.md").read_text().splitlines()
+    cells = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith(("| none", "| zstd"))
+    ]
+    assert len({tuple(row[:3]) for row in cells}) == len(cells) == 2 * 7
+    assert {row[0] for row in cells} == {"none", "zstd"}
+    assert all(re.fullmatch(r"\d+\.\d\d", cell) for row in cells for cell in (*row[3:5], row[6]))
+
+
 def test_the_data_is_gone_afterwards(run):
     *_, folder = run
-    assert sorted(entry.name for entry in folder.iterdir()) == ["figures.json", "page.md"]
+    assert sorted(entry.name for entry in folder.iterdir()) == ["checks.md", "figures.json", "page.md"]

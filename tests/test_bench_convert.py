@@ -18,7 +18,7 @@ def run(repo_root, tmp_path_factory):
     command = [sys.executable, "bench/convert.py", "--tiny", "--folder", str(folder), "--write", str(page)]
     done = subprocess.run(
         [*command, "--json", str(folder / "figures.json")],
-        cwd=repo_root, capture_output=True, text=True, check=False, timeout=280,
+        cwd=repo_root, capture_output=True, text=True, check=False, timeout=1200,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout, page.read_text(), json.loads((folder / "figures.json").read_text()), folder

@@ -25,7 +25,7 @@ ALLOWED = {
     },
     "zarr": {"hsfmt/zarr_dtypes.py", "hsfmt/zarr_plugin.py", "readers/arrays.py", "readers/zarr_store.py"},
 }
-FOLDERS = ("hsfmt", "readers", "writers", "cli")
+FOLDERS = ("hsfmt", "readers", "writers", "maintenance", "cli")
 
 
 def modules(repo_root: Path) -> list[Path]:
@@ -98,7 +98,7 @@ main(sys.argv[1:], standalone_mode=False)
 """
 COMMANDS = [
     "doctor", "estimate", "convert", "verify", "info", "ls", "seal", "export", "cat", "capture", "speculators-train",
-    "specforge-train",
+    "specforge-train", "repair", "compact", "retract", "gc", "merge",
 ]  # fmt: skip
 needs_cli = pytest.mark.skipif(
     not (Path(__file__).resolve().parent.parent / "cli" / "main.py").is_file(), reason="no command line yet"

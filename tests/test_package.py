@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE_DIRS = {"hsfmt": "hsfmt", "cli": "hsfmt/cli", "readers": "hsfmt/readers", "writers": "hsfmt/writers"}
+PACKAGE_DIRS = {"hsfmt": "hsfmt"} | {name: f"hsfmt/{name}" for name in ("cli", "maintenance", "readers", "writers")}
 IMPORT_ALL = """
 import importlib, json, os, sys
 sys.path[:0] = json.loads(sys.argv[1])

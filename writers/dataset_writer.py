@@ -23,7 +23,7 @@ from hsfmt.errors import DuplicateSampleError, NonFiniteError, SampleError, Usag
 from hsfmt.header import Header, Identity, make_header
 from hsfmt.idset import CommittedIds, IdSet
 from hsfmt.sealing import seal as seal_dataset
-from hsfmt.storage import open_store
+from hsfmt.storage import Store, open_store
 from hsfmt.writers.extras import Extra, check_scale, extra_values, parse_extras, with_scale
 from hsfmt.writers.part_sequence import PartSequence
 from hsfmt.writers.part_writer import PartSettings
@@ -46,10 +46,14 @@ class DatasetWriter:
     open part is committed and what is discarded is logged; what `commit()` returned before, and parts that ended by
     size or age, stay.
 
+    Memory is bounded, whatever the size of shards and parts: `queue_nbytes`, a few chunk rows a column, and at S3 up to
+    8 MiB a column of the open part and of each that is being committed (two at most), besides 64 MiB that are on their
+    way (twice that on Python 3.11, whose event loop copies them).
+
     Parameters
     ----------
     url
-        Folder or fsspec URL of the dataset.
+        Folder or fsspec URL of the dataset, or a store.
     layers
         HF `hidden_states` indices of the layer axis, strictly ascending (0: embeddings, k: output of decoder
         layer k-1).
@@ -100,7 +104,7 @@ class DatasetWriter:
 
     def __init__(  # noqa: PLR0913  the public constructor: each is a setting of its own
         self,
-        url: str | os.PathLike[str],
+        url: str | os.PathLike[str] | Store,
         *,
         layers: Sequence[int],
         hidden_size: int,
@@ -144,7 +148,7 @@ class DatasetWriter:
         columns = with_scale(parse_extras(extras), wanted)
         settings = PartSettings(wanted, check_codec(codec, "codec"), columns, grid, full_producer(producer, codec))
         settings.plans()  # refused before anything is created
-        self._store = open_store(url, storage_options)
+        self._store = url if isinstance(url, Store) else open_store(url, storage_options)
         self._header = ensure_dataset(self._store, wanted)
         self._settings = replace(settings, header=self._header)
         self._on_duplicate, self._nonfinite, self._seal = on_duplicate, nonfinite, seal
@@ -354,6 +358,8 @@ class DatasetWriter:
         if self._next_index is None:
             self._next_index = self._ids().next_source_index
         index = self._next_index if given is None else given
+        if index >= 2**63:
+            raise SampleError.at("source_index", expected="below 2**63", got=f"{index}", remedy="give every sample one")
         self._next_index = max(self._next_index, index + 1)
         return index
 

@@ -7,7 +7,7 @@ and size checked again; the manifest last.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hsfmt import digests, layout
-from hsfmt.column_plan import ColumnPlan, GridOptions, plan_columns
+from hsfmt.column_plan import ColumnPlan, GridOptions, plan_column, plan_columns
 from hsfmt.columns import IDS, MASK, STATES, Column
 from hsfmt.errors import CorruptionError, FormatError, HsfmtError, StorageError
 from hsfmt.header import Header
@@ -31,17 +31,19 @@ from hsfmt.writers.pipeline import OutputThread, Pipeline
 from hsfmt.writers.samples import Sample
 
 _TABLE_ROW_NBYTES = 128
+Check = Callable[[PartManifest], None]
 
 
 @dataclass(frozen=True, slots=True)
 class PartSettings:
-    """What all parts of one writer share."""
+    """What all parts of one writer share; `wide_ids` keeps token ids as int64, as a part that is rewritten has them."""
 
     header: Header
     codec: str
     extras: Mapping[str, Extra]
     grid: GridOptions
     producer: Mapping[str, Any]
+    wide_ids: bool = False
 
     def plans(self) -> list[ColumnPlan]:
         """Return what the columns will be.
@@ -52,7 +54,11 @@ class PartSettings:
             The format has no such column.
         """
         extras = {name: (extra.kind, extra.dtype, extra.shape) for name, extra in self.extras.items()}
-        return plan_columns(self.header, self.codec, extras, self.grid)
+        plans = plan_columns(self.header, self.codec, extras, self.grid)
+        if not self.wide_ids:
+            return plans
+        wide = plan_column(IDS, "token", "int64", (), self.codec, self.grid)
+        return [wide if plan.name == IDS else plan for plan in plans]
 
 
 @dataclass(slots=True)
@@ -139,16 +145,23 @@ class PartWriter:
     def add_hole(self, sample_id: str, reason: str) -> None:
         """Record a sample that failed."""
         self.holes[sample_id] = reason
-        # A manifest may take a sixteenth of what an index may, and its JSON up to six bytes a character.
-        self.table_nbytes += 16 * (len(sample_id.encode()) + len(reason.encode()) + _TABLE_ROW_NBYTES)
+        # Manifests have a lower cap than indexes, one of values too, and JSON takes up to six bytes a character.
+        self.table_nbytes += 128 * (len(sample_id.encode()) + len(reason.encode()) + _TABLE_ROW_NBYTES)
 
     def flush(self) -> None:
         """Hand over all rows that were added; `finish` then starts no thread, which it may not do at exit."""
         for column in self._columns.values():
             column.flush()
 
-    def finish(self, replaces: Mapping[str, str] | None = None) -> PartManifest:
+    def finish(self, replaces: Mapping[str, str] | None = None, check: Check | None = None) -> PartManifest:
         """Make the part durable and commit it.
+
+        Parameters
+        ----------
+        replaces
+            Name to manifest digest of the parts that this one supersedes.
+        check
+            Called with the manifest once all its files are durable; nothing is committed if it raises.
 
         Returns
         -------
@@ -161,7 +174,7 @@ class PartWriter:
             Something could not be written; nothing of the part is committed.
         """
         try:
-            return self._commit(replaces or {})
+            return self._commit(replaces or {}, check)
         except BaseException:
             self.abort()
             raise
@@ -176,14 +189,21 @@ class PartWriter:
         for column in self._columns.values():
             with suppress(HsfmtError):
                 column.abort()
-        if self._committing:
+        if self._committing or self._may_be_committed():
             return
         shards = [entry.path for column in self._columns.values() for entry in column.files]
         for path in [*shards, *self._written]:
             with suppress(HsfmtError):
                 self._store.remove(path)
 
-    def _commit(self, replaces: Mapping[str, str]) -> PartManifest:
+    def _may_be_committed(self) -> bool:
+        """Say whether the files may be another attempt's that was first: a part that is rewritten has a given name."""
+        try:
+            return self._store.size(layout.manifest_path(self.part)) is not None
+        except HsfmtError:
+            return True
+
+    def _commit(self, replaces: Mapping[str, str], check: Check | None) -> PartManifest:
         manifest = self._write_files(replaces) if self.n_samples else self._manifest({}, [], replaces)
         for entry in manifest.files:
             size = self._store.size(entry.path)
@@ -195,6 +215,8 @@ class PartWriter:
         parse_manifest(data, self.part, path)
         if len(data) > MAX_MANIFEST_NBYTES:
             raise FormatError.at(path, expected=f"at most {MAX_MANIFEST_NBYTES} bytes", got=f"{len(data)}")
+        if check is not None:
+            check(manifest)
         self._committing = True
         if not self._store.create(path, data):
             raise CorruptionError.at(path, expected="no such part", got="a manifest of that name")

@@ -14,7 +14,7 @@ import numpy as np
 from peers.base import LAYERS, Peer, Request, Source
 
 
-def _import_streaming() -> Any:
+def import_streaming() -> Any:
     """Import it where torchvision does not fit torch's build: its image datasets are all that needs it."""
     try:
         import torchvision  # noqa: F401
@@ -39,13 +39,13 @@ class Mds(Peer):
     returns = "an array over new bytes"
 
     def make(self, folder: Path, source: Source) -> None:
-        streaming = _import_streaming()
+        streaming = import_streaming()
         with streaming.MDSWriter(out=str(folder), columns={"states": "bytes"}, size_limit=1 << 30) as writer:
             for number in range(len(source.lengths)):
                 writer.write({"states": source.sample(number).tobytes()})
 
     def open(self, folder: Path, lengths: Sequence[int], hidden: int, n_threads: int) -> None:
-        self.dataset = _import_streaming().LocalDataset(str(folder))
+        self.dataset = import_streaming().LocalDataset(str(folder))
         self.hidden = hidden
 
     def read(self, request: Request, out: Any = None) -> Any:

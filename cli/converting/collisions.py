@@ -14,7 +14,8 @@ from hsfmt.cli.converting.committed_copies import Copies
 from hsfmt.cli.converting.deletion import Batch, load
 from hsfmt.cli.converting.rereading import Digests
 from hsfmt.cli.converting.reshaping import Piece, Reshaping, TooFewLossTokensError, pieces
-from hsfmt.cli.converting.slices import BAD_FILE, FIX, Tally, naming, reason_of
+from hsfmt.cli.converting.slices import BAD_FILE, FIX, naming, reason_of
+from hsfmt.cli.converting.tally import Tally
 from hsfmt.columns import CORE_COLUMNS
 from hsfmt.digests import from_raw
 from hsfmt.errors import Problem, SourceError
@@ -22,7 +23,7 @@ from hsfmt.header import Header
 from hsfmt.index import PartIndex
 from hsfmt.manifest import PartManifest
 from hsfmt.readers.sources import AbsentSampleError, Source, SourceItem
-from hsfmt.storage import Store, open_store
+from hsfmt.storage import Store
 from hsfmt.writers.extras import Extra, digest_extras, extra_values, with_scale
 from hsfmt.writers.samples import make_sample, scan
 
@@ -35,7 +36,7 @@ class Comparison:
     ----------
     source
         The foreign folder.
-    url, header
+    store, header
         The dataset.
     copies
         Where its samples of the same ids are.
@@ -52,7 +53,7 @@ class Comparison:
     """
 
     source: Source
-    url: str
+    store: Store
     header: Header
     copies: Copies
     reshaping: Reshaping
@@ -90,7 +91,7 @@ def compare_slice(task: Comparison, numbers: Sequence[int], board: Board) -> Tal
                 break
         board.advance(item.nbytes)
     if batch is not None:
-        tally.verified += batch.delete(open_store(task.url), task.header, tally.removed)
+        tally.verified += batch.delete(task.store, task.header, tally.removed)
     return tally
 
 
@@ -134,7 +135,7 @@ class _Parts:
 
     def __init__(self, task: Comparison) -> None:
         self._task = task
-        self._store = open_store(task.url)
+        self._store = task.store
         self._number = -1
         self._part: _Part | None = None
 
@@ -198,7 +199,7 @@ def _extras(manifest: PartManifest) -> dict[str, Extra]:
 def clash(task: Comparison, number: int) -> Problem:
     """Return what is wrong with an item whose id another conversion committed at the same time, for another sample."""
     item, copies = task.source.items[number], task.copies
-    part = _Part.load(open_store(task.url), copies.parts[copies.part[number]], task.header)
+    part = _Part.load(task.store, copies.parts[copies.part[number]], task.header)
     expected = f"one sample of the id {item.sample_id!r}"
     got = f"two of different content, of which readers get {part.describe(int(copies.row[number]))}"
     return Problem(item.key, expected, got, task.remedy, (item.sample_id,))

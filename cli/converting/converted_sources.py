@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from hsfmt.catalog import committed_parts, load_index, load_manifest, read_header
+from hsfmt.catalog import committed_parts, load_index, load_manifest, read_header, superseded_parts
 from hsfmt.cli import units
 from hsfmt.cli.converting.committed_copies import Origin
 from hsfmt.cli.converting.deletion import has_files, stamps
@@ -146,9 +146,12 @@ def _n_missing(producers: list[Mapping[str, Any]], header: Header, store: Store,
     """
     counted = [n for producer in producers if isinstance(n := producer.get("source_items"), int)]
     committed: set[str] = set()
-    for part in committed_parts(store):
-        manifest = load_manifest(store, part, header)
-        if manifest.counts.samples and (of is None or _is_of(manifest.producer, of)):
+    manifests = [load_manifest(store, part, header) for part in committed_parts(store)]
+    superseded = superseded_parts(manifests)
+    for manifest in manifests:
+        if manifest.part in superseded or not manifest.counts.samples:
+            continue
+        if of is None or _is_of(manifest.producer, of):
             committed |= _samples(load_index(store, manifest))
     return max(counted, default=1) - len(committed)
 

@@ -13,13 +13,14 @@ import numpy as np
 import numpy.typing as npt
 
 from hsfmt import attachments
-from hsfmt.catalog import committed_parts, find_dataset, load_manifest, read_pointer, read_snapshot
+from hsfmt.catalog import committed_parts, find_dataset, load_manifest, read_pointer
 from hsfmt.cli import units
 from hsfmt.cli.converting.committed_copies import Copies, Origin, check_windows, find_copies
 from hsfmt.cli.converting.converted_sources import Opened, deleted_before, left_over, open_source
 from hsfmt.cli.converting.deletion import Stamp, all_stamps, check_deletable, has_files
 from hsfmt.cli.converting.reshaping import Reshaping, check_cast, check_split
 from hsfmt.cli.converting.retracted_items import retracted_items
+from hsfmt.cli.storage_options import open_place
 from hsfmt.errors import HeaderMismatchError, SampleError, UsageError
 from hsfmt.header import Header, make_header
 from hsfmt.manifest import PartManifest
@@ -33,7 +34,8 @@ from hsfmt.readers.sources import (
 )
 from hsfmt.readers.sources.vocabulary import read_vocabulary
 from hsfmt.root import header_of_manifests
-from hsfmt.storage import Store, open_store
+from hsfmt.storage import Store
+from hsfmt.stored_snapshots import read_current
 from hsfmt.writers.samples import check_id
 
 GIB = 1 << 30
@@ -60,6 +62,8 @@ class Request:
         What the samples that are in memory at once may take together, None for any size.
     reshaping
         What is to be changed about the samples.
+    storage_options
+        For the dataset's URL.
     """
 
     src: str
@@ -84,6 +88,7 @@ class Request:
     seal: bool = True
     expect: int | None = None
     command: Sequence[str] = ()
+    storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @property
     def part_size(self) -> int:
@@ -159,7 +164,7 @@ def make_plan(request: Request) -> Plan:
         The dataset's snapshot is damaged, or a file can't be read.
     """
     started = datetime.now(UTC)
-    store = open_store(request.dst)
+    store = open_place(request.dst, request.storage_options)
     _check_apart(request.src, store)
     listed = all_stamps(Path(request.src)) if request.delete_source else {}
     opened = open_source(request.src, request.from_, request.options, store, deletes=request.delete_source)
@@ -208,7 +213,7 @@ def _check_attachments(store: Store, arrays: Mapping[str, npt.NDArray[Any]]) -> 
     pointer = read_pointer(store)
     if pointer is None:
         return
-    listed = read_snapshot(store, pointer.fingerprint)[0].attachments
+    listed = read_current(store, pointer).attachments
     attachments.merge(listed, [attachments.encode(name, array)[0] for name, array in arrays.items()], (), store.url)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from hsfmt.cli import units
 from hsfmt.cli.converting.file_fates import FATES, OUTCOMES, file_fates
-from hsfmt.cli.converting.slices import Tally
+from hsfmt.cli.converting.tally import Tally
 from hsfmt.cli.estimate import Estimate
 from hsfmt.cli.failures import exit_code, json_problems, one_line
 from hsfmt.header import Header

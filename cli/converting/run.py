@@ -17,7 +17,8 @@ from hsfmt.cli.converting.deletion import Containers, delete_left_over, stamps
 from hsfmt.cli.converting.dtype_survey import survey
 from hsfmt.cli.converting.plan import Plan, committed_manifests
 from hsfmt.cli.converting.report import Report, Written
-from hsfmt.cli.converting.slices import Tally, convert_slice
+from hsfmt.cli.converting.slices import convert_slice
+from hsfmt.cli.converting.tally import Tally
 from hsfmt.cli.converting.work import (
     committed_holes,
     comparison,

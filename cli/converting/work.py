@@ -124,7 +124,7 @@ def conversion_task(plan: Plan, workers: int) -> Task:
     }
     return Task(
         source=plan.source,
-        url=plan.store.url,
+        store=plan.store,
         header=header,
         writer=writer,
         on_bad=request.on_bad,
@@ -150,7 +150,7 @@ def comparison(plan: Plan, copies: Copies) -> Comparison:
     request = plan.request
     return Comparison(
         source=plan.source,
-        url=plan.store.url,
+        store=plan.store,
         header=plan.existing or plan.header,
         copies=copies,
         reshaping=request.reshaping,

@@ -50,6 +50,7 @@ def survey(reader: SampleReader, numbers: npt.NDArray[np.int64]) -> Survey:
     """
     found, snapshot = Survey(np.zeros(len(numbers), np.int64), np.ones(len(numbers), bool)), reader.snapshot
     part_of, row_of = snapshot.part[numbers], snapshot.row[numbers]
+    reader.parts.load(np.unique(part_of).tolist())
     for number in np.unique(part_of):
         part = reader.parts.get(int(number))
         here = part_of == number

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from hsfmt.cli import units
-from hsfmt.cli.exporting.journal import FileRecord, JournalEntries, journal_path, read_journal
+from hsfmt.cli.exporting.journal import FileRecord, JournalEntries
+from hsfmt.cli.exporting.places import Place
 from hsfmt.errors import Problem, UsageError
-from hsfmt.writers.targets.atomic import is_temporary
 from hsfmt.writers.targets.base import Unit
 
 _SHOWN = 5
@@ -23,7 +21,7 @@ class Destination:
 
     Attributes
     ----------
-    folder, journal
+    place
         Where the files and the journal are.
     done
         Files by the key of their unit, of units that are whole.
@@ -35,8 +33,7 @@ class Destination:
         Whether the journal has to be begun.
     """
 
-    folder: Path
-    journal: Path
+    place: Place
     done: Mapping[str, Sequence[FileRecord]]
     finished: Sequence[FileRecord] | None
     redone: int
@@ -44,13 +41,13 @@ class Destination:
 
 
 def look_at(
-    folder: Path, job: Mapping[str, Any], planned: Sequence[Unit], final_paths: Iterable[str], *, resume: bool
+    place: Place, job: Mapping[str, Any], planned: Sequence[Unit], final_paths: Iterable[str], *, resume: bool
 ) -> Destination:
     """Look at a destination; refuse one that holds anything which this job did not write.
 
     Parameters
     ----------
-    folder
+    place
         The destination.
     job
         What is to be written.
@@ -66,12 +63,11 @@ def look_at(
     OSError
         The storage fails.
     """
-    journal = journal_path(folder)
-    entries = read_journal(journal)
-    found = _files(folder)
+    entries = place.entries()
+    found = place.files()
     if not resume and found:
         raise UsageError.at(
-            str(folder),
+            place.name,
             expected="an empty folder, as --no-resume asks",
             got=units.counted(len(found), "file"),
             remedy="leave --no-resume out to go on with the export, or choose another folder",
@@ -79,48 +75,45 @@ def look_at(
     known = {path for unit in planned for path in unit.paths} | set(final_paths) if entries.job is not None else set()
     if entries.job is not None and entries.job != job:
         if found:
-            raise _other_job(folder, journal, entries.job, job)
+            raise _other_job(place, entries.job, job)
         entries = JournalEntries(None, {}, None, 0)
     foreign = sorted(found.keys() - known)
     if foreign:
         remedy = "choose an empty folder; nothing that is there is replaced"
-        if entries.job is None and not journal.exists():
-            remedy += f"; if it is an export that was begun, its journal {journal.name} is missing beside it"
+        if entries.job is None and not place.has_journal():
+            remedy += (
+                f"; if it is an export that was begun, its journal {_last(place.journal_name)} is missing beside it"
+            )
         more = f" and {len(foreign) - _SHOWN:,} more" if len(foreign) > _SHOWN else ""
         got = f"{units.counted(len(foreign), 'other file')}: {', '.join(foreign[:_SHOWN])}{more}"
-        raise UsageError.at(str(folder), expected="files of this export only", got=got, remedy=remedy)
+        raise UsageError.at(place.name, expected="files of this export only", got=got, remedy=remedy)
     done = {key: files for key, files in entries.done.items() if _whole(files, found)}
     finished = entries.finished
     if finished is not None and (len(done) < len(planned) or not _whole(finished, found)):
         finished = None
-    return Destination(folder, journal, done, finished, len(entries.done) - len(done), entries.job is None)
-
-
-def _files(folder: Path) -> dict[str, int]:
-    """Return size by relative path of all files, but temporary ones of ours; a link is a file of whoever made it."""
-    found: dict[str, int] = {}
-    for place, folders, names in os.walk(folder):
-        links = [name for name in folders if Path(place, name).is_symlink()]
-        for name in [*names, *links]:
-            if not is_temporary(name):
-                path = Path(place, name)
-                found[path.relative_to(folder).as_posix()] = path.lstat().st_size
-    return found
+    return Destination(place, done, finished, len(entries.done) - len(done), entries.job is None)
 
 
 def _whole(files: Iterable[FileRecord], found: Mapping[str, int]) -> bool:
     return all(found.get(file.path) == file.nbytes for file in files)
 
 
-def _other_job(folder: Path, journal: Path, there: Mapping[str, Any], asked: Mapping[str, Any]) -> UsageError:
-    remedy = f"choose another folder; or remove {folder} and {journal.name} beside it to begin anew"
+def _other_job(place: Place, there: Mapping[str, Any], asked: Mapping[str, Any]) -> UsageError:
+    remedy = f"choose another folder; or remove {place.name} and {_last(place.journal_name)} beside it to begin anew"
     return UsageError(
         Problem(
-            f"{folder}: {name}", f"{_shown(there.get(name))}, as in the export there", _shown(asked.get(name)), remedy
+            f"{place.name}: {name}",
+            f"{_shown(there.get(name))}, as in the export there",
+            _shown(asked.get(name)),
+            remedy,
         )
         for name in sorted(there.keys() | asked.keys())
         if there.get(name) != asked.get(name)
     )
+
+
+def _last(name: str) -> str:
+    return name.rpartition("/")[2]
 
 
 def _shown(value: Any) -> str:

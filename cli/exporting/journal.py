@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -96,6 +97,11 @@ def read_journal(path: Path) -> JournalEntries:
         data = path.read_bytes()
     except FileNotFoundError:
         data = b""
+    return parse_journal(data, str(path))
+
+
+def parse_journal(data: bytes, where: str) -> JournalEntries:
+    """Read what a journal holds, as `read_journal`."""
     job: Mapping[str, Any] | None = None
     done: dict[str, Sequence[FileRecord]] = {}
     finished: Sequence[FileRecord] | None = None
@@ -106,7 +112,7 @@ def read_journal(path: Path) -> JournalEntries:
             if not line.endswith(b"\n"):
                 break
             if job is None:
-                job = _job(entry, path)
+                job = _job(entry, where)
             else:
                 files = [FileRecord(**file) for file in entry["files"]]
                 if entry["unit"] is None:
@@ -119,24 +125,78 @@ def read_journal(path: Path) -> JournalEntries:
             break
         good += len(line)
     if data and job is None and b"\n" in data:
-        raise _no_journal(path)
+        raise no_journal(where)
     return JournalEntries(job, done, finished, good)
 
 
-def _job(entry: Any, path: Path) -> Mapping[str, Any]:
+def _job(entry: Any, where: str) -> Mapping[str, Any]:
     if not isinstance(entry, dict) or entry.get("kind") != _KIND or not isinstance(entry.get("job"), dict):
-        raise _no_journal(path)
+        raise no_journal(where)
     job: dict[str, Any] = entry["job"]
     return job
 
 
-def _no_journal(path: Path) -> UsageError:
+def no_journal(where: str) -> UsageError:
+    """Return the error for something else under the journal's name."""
     remedy = "move that file away, or export to a folder of another name"
-    return UsageError.at(str(path), expected="the journal of an export", got="something else", remedy=remedy)
+    return UsageError.at(where, expected="the journal of an export", got="something else", remedy=remedy)
 
 
-class Journal:
-    """The journal of an export that runs, held against others: by a lock that ends with the last of its processes.
+def busy(where: str) -> UsageError:
+    """Return the error for another export that is at work at the same place."""
+    remedy = "wait for it to end, or export to another folder"
+    return UsageError.at(where, expected="no export at work", got="one that is running", remedy=remedy)
+
+
+class JournalWriter(ABC):
+    """The journal of an export that runs.
+
+    Attributes
+    ----------
+    entries
+        What it said when it was opened.
+    """
+
+    entries: JournalEntries
+
+    def begin(self, job: Mapping[str, Any]) -> None:
+        """Write the first line, which drops all others."""
+        self._drop()
+        self._append([{"job": job, "kind": _KIND}])
+
+    def add(self, units: Mapping[str, Sequence[FileRecord]]) -> None:
+        """Note units whose files are whole."""
+        self._append([{"files": list(map(asdict, files)), "unit": key} for key, files in units.items()])
+
+    def finish(self, files: Iterable[FileRecord]) -> None:
+        """Note that `finish` came to its end."""
+        self._append([{"files": list(map(asdict, files)), "unit": None}])
+
+    def close(self) -> None:  # noqa: B027  where it is held
+        """Let go of it."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _append(self, entries: Iterable[Mapping[str, Any]]) -> None:
+        self._write("".join(json.dumps(entry, sort_keys=True) + "\n" for entry in entries).encode())
+
+    @abstractmethod
+    def _drop(self) -> None:
+        """Remove all lines."""
+
+    @abstractmethod
+    def _write(self, data: bytes) -> None:
+        """Append lines durably."""
+
+
+class Journal(JournalWriter):
+    """A journal as a file, held against others: by a lock that ends with the last of its processes.
 
     Parameters
     ----------
@@ -167,30 +227,15 @@ class Journal:
             os.close(self._fd)
             raise
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Let go of the lock."""
         os.close(self._fd)
 
-    def begin(self, job: Mapping[str, Any]) -> None:
-        """Write the first line, which drops all others."""
+    def _drop(self) -> None:
         os.ftruncate(self._fd, 0)
         os.lseek(self._fd, 0, os.SEEK_SET)
-        self._append([{"job": job, "kind": _KIND}])
 
-    def add(self, units: Mapping[str, Sequence[FileRecord]]) -> None:
-        """Note units whose files are whole."""
-        self._append([{"files": list(map(asdict, files)), "unit": key} for key, files in units.items()])
-
-    def finish(self, files: Iterable[FileRecord]) -> None:
-        """Note that `finish` came to its end."""
-        self._append([{"files": list(map(asdict, files)), "unit": None}])
-
-    def _append(self, entries: Iterable[Mapping[str, Any]]) -> None:
-        data = "".join(json.dumps(entry, sort_keys=True) + "\n" for entry in entries).encode()
+    def _write(self, data: bytes) -> None:
         while data:
             data = data[os.write(self._fd, data) :]
         os.fsync(self._fd)
@@ -200,14 +245,10 @@ class Journal:
         until = time.monotonic() + _PATIENCE_SECONDS
         while not _locked(self._fd, fcntl.LOCK_EX):
             if time.monotonic() > until:
-                raise self._busy()
+                raise busy(str(self.path))
             time.sleep(_POLL_SECONDS)
         if not _locked(self._fd, fcntl.LOCK_SH):
-            raise self._busy()
-
-    def _busy(self) -> UsageError:
-        remedy = "wait for it to end, or export to another folder"
-        return UsageError.at(str(self.path), expected="no export at work", got="one that is running", remedy=remedy)
+            raise busy(str(self.path))
 
 
 def hold(path: Path) -> int | None:

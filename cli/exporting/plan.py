@@ -14,12 +14,14 @@ from hsfmt import digests
 from hsfmt.cli.exporting.dataset import survey
 from hsfmt.cli.exporting.destination import Destination, look_at
 from hsfmt.cli.exporting.meaning import settle
+from hsfmt.cli.exporting.places import LocalPlace, Place, RemotePlace
 from hsfmt.cli.exporting.selection import select, select_layers
 from hsfmt.cli.exporting.states import FLOAT8_SCALING, StateChange
 from hsfmt.cli.opening import snapshot_to_read
+from hsfmt.cli.storage_options import open_places
 from hsfmt.errors import Problem, UsageError
 from hsfmt.readers.sample_reader import ReadOptions, SampleReader
-from hsfmt.storage import open_store
+from hsfmt.storage import Store, open_store
 from hsfmt.writers.targets.base import ExportJob, Target, Unit
 from hsfmt.writers.targets.registry import target_class
 
@@ -46,6 +48,7 @@ class Request:
     dry_run: bool = False
     force: bool = False
     strict: bool = False
+    storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
 
 @dataclass(slots=True)
@@ -85,6 +88,11 @@ class Plan:
     notes: list[str]
 
     @property
+    def place(self) -> Place:
+        """Where the files go."""
+        return self.destination.place
+
+    @property
     def pending(self) -> list[int]:
         """Numbers of the units that are not whole yet."""
         return [n for n, unit in enumerate(self.units) if unit.key not in self.destination.done]
@@ -92,7 +100,7 @@ class Plan:
     def look_again(self) -> None:
         """Look at the destination once more; raises as `make_plan`."""
         target, resume = self.target, self.request.resume
-        self.destination = look_at(target.job.folder, self.job, self.units, target.final_paths(), resume=resume)
+        self.destination = look_at(self.place, self.job, self.units, target.final_paths(), resume=resume)
 
 
 def make_plan(request: Request) -> Plan:
@@ -107,10 +115,10 @@ def make_plan(request: Request) -> Plan:
         No dataset, or a damaged one.
     """
     kind = target_class(request.to)
-    store = open_store(request.url)
+    store = open_places([request.url, request.dst], request.storage_options)[0]
     options = ReadOptions(n_threads=1 if request.workers > 1 else None)
     reader = SampleReader(store, snapshot=snapshot_to_read(store, request.snapshot), options=options)
-    folder = _folder(request.dst, store.url if store.is_local else None)
+    place = _place(request, store)
     numbers = select(reader, request.ids, request.span)
     layers = select_layers(reader, request.layers)
     meaning = settle(reader.header, layers, kind, request)
@@ -123,7 +131,7 @@ def make_plan(request: Request) -> Plan:
     ids = reader.sample_ids
     target = kind(
         ExportJob(
-            folder=folder,
+            folder=place.work,
             header=meaning.header,
             url=store.url,
             fingerprint=reader.fingerprint,
@@ -142,7 +150,7 @@ def make_plan(request: Request) -> Plan:
     units = target.units()
     assert len({unit.key for unit in units}) == len(units), f"{target.name} has units of one key"
     job = _job(request, reader, numbers, layers, meaning.change)
-    destination = look_at(folder, job, units, target.final_paths(), resume=request.resume)
+    destination = look_at(place, job, units, target.final_paths(), resume=request.resume)
     notes = [*meaning.notes, *found.notes]
     return Plan(
         request=request,
@@ -189,13 +197,21 @@ def _options_of(target: Target) -> str:
     return f"one of: {known}" if known else "no option"
 
 
-def _folder(dst: str, dataset: str | None) -> Path:
-    """Return the destination as an absolute path without links; refuses what is no local folder of its own."""
-    store = open_store(dst)
-    if not store.is_local:
-        remedy = "export to a local folder, then copy it there with the store's own tool, as `aws s3 sync`"
-        raise UsageError.at(dst, expected="a local folder to export to", got="a remote one", remedy=remedy)
-    folder = Path(store.url)
+def _place(request: Request, dataset: Store) -> Place:
+    """Return the destination; refuses what is no folder of its own."""
+    store = open_store(request.dst)
+    if store.is_local:
+        return LocalPlace(_folder(Path(store.url), dataset.url if dataset.is_local else None))
+    place = RemotePlace(request.dst, request.storage_options)
+    here, there = f"{place.name}/", f"{dataset.url}/"
+    if here.startswith(there) or there.startswith(here):
+        got = f"{place.name} beside {dataset.url}"
+        raise UsageError.at(place.name, expected="a folder apart from the dataset", got=got)
+    return place
+
+
+def _folder(folder: Path, dataset: str | None) -> Path:
+    """Return a local destination as an absolute path without links."""
     if folder.exists() and not folder.is_dir():
         raise UsageError.at(str(folder), expected="a folder, or a name for one", got="a file")
     if folder.parent == folder:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from hsfmt.cli import units
-from hsfmt.cli.exporting.journal import FileRecord, Journal, read_journal, record
+from hsfmt.cli.exporting.journal import FileRecord, JournalWriter
 from hsfmt.cli.exporting.plan import Plan
 from hsfmt.cli.exporting.report import ExportReport
 from hsfmt.cli.exporting.units import Task, export_slice, failure
@@ -16,8 +16,6 @@ from hsfmt.cli.progress import open_progress
 from hsfmt.cli.worker_pool import run_slices
 from hsfmt.cores import n_cores
 from hsfmt.errors import HsfmtError, StorageError
-from hsfmt.storage import open_store
-from hsfmt.writers.targets.atomic import make_folder, remove_temporaries
 
 # Below either a further worker takes longer to start than it saves.
 _WORKER_SAMPLES, _WORKER_NBYTES = 8, 64 << 20
@@ -37,7 +35,7 @@ def run(plan: Plan, *, show_progress: bool) -> ExportReport:
     request = plan.request
     if not report.fits and not request.force:
         error = StorageError.at(
-            str(plan.destination.folder),
+            plan.place.name,
             expected=f"room for about {units.nbytes(report.estimated_nbytes)}",
             got=f"{units.nbytes(report.free_nbytes or 0)} free",
             remedy="free space, choose another destination, or pass --force to start anyway",
@@ -49,12 +47,12 @@ def run(plan: Plan, *, show_progress: bool) -> ExportReport:
         return report
     started = time.monotonic()
     try:
-        with Journal(plan.destination.journal) as journal:
+        with closing(plan.place), plan.place.open_journal() as journal:
             _write(plan, journal, report, shown=show_progress)
     except KeyboardInterrupt as error:
         report.error = error
     except (HsfmtError, OSError) as error:
-        report.error = failure(error, plan.destination.folder)
+        report.error = failure(error, plan.place.name)
     report.seconds = time.monotonic() - started
     if report.error is not None:
         _settle(plan, report)
@@ -63,7 +61,7 @@ def run(plan: Plan, *, show_progress: bool) -> ExportReport:
 
 def _settle(plan: Plan, report: ExportReport) -> None:
     """Say what was written by what the journal has: an interruption may have struck between it and the report."""
-    entries = read_journal(plan.destination.journal)
+    entries = plan.place.entries()
     if entries.job == plan.job:
         for n in plan.pending:
             if plan.units[n].key in entries.done:
@@ -75,21 +73,20 @@ def _fresh_report(plan: Plan) -> ExportReport:
     left = sum(int(n_tokens[number]) for n in plan.pending for number in plan.units[n].numbers)
     report = ExportReport(plan, warnings=list(plan.notes))
     report.estimated_nbytes = plan.target.estimated_nbytes() * left // max(1, int(n_tokens.sum()))
-    report.free_nbytes = open_store(str(plan.destination.folder)).free_nbytes()
+    report.free_nbytes = plan.place.free_nbytes()
     if plan.destination.redone:
         text = f"{units.counted(plan.destination.redone, 'unit')} of an earlier run had lost or changed files"
         report.warnings.append(f"{text}: written again")
     return report
 
 
-def _write(plan: Plan, journal: Journal, report: ExportReport, *, shown: bool) -> None:
+def _write(plan: Plan, journal: JournalWriter, report: ExportReport, *, shown: bool) -> None:
     # Another export may have come to its end before this one had the lock.
     plan.look_again()
     destination, target = plan.destination, plan.target
     if destination.is_new:
         journal.begin(plan.job)
-    make_folder(destination.folder)
-    remove_temporaries(destination.folder)
+    plan.place.prepare()
     pending = plan.pending
     if pending:
         _write_units(plan, pending, journal, report, shown=shown)
@@ -102,11 +99,11 @@ def _write(plan: Plan, journal: Journal, report: ExportReport, *, shown: bool) -
         return
     paths = target.finish()
     assert set(paths) <= set(target.final_paths()), f"{target.name} did not announce {paths}"
-    report.final = tuple(record(destination.folder, path) for path in paths)
+    report.final = plan.place.settle(paths)
     journal.finish(report.final)
 
 
-def _write_units(plan: Plan, pending: list[int], journal: Journal, report: ExportReport, *, shown: bool) -> None:
+def _write_units(plan: Plan, pending: list[int], journal: JournalWriter, report: ExportReport, *, shown: bool) -> None:
     n_samples = sum(len(plan.units[n].numbers) for n in pending)
     task = Task(
         target=plan.target,
@@ -116,12 +113,14 @@ def _write_units(plan: Plan, pending: list[int], journal: Journal, report: Expor
         mask_given=plan.mask_given,
         layers=plan.layers,
         change=plan.change,
-        journal=journal.path,
+        place=plan.place,
     )
     sizes = {n: sum(map(task.sample_nbytes, plan.units[n].numbers)) for n in pending}
     total = sum(sizes.values())
     worthwhile = max(-(-n_samples // _WORKER_SAMPLES), -(-total // _WORKER_NBYTES))
     report.workers = workers = max(1, min(plan.request.workers, worthwhile, len(pending)))
+    if not plan.request.force:
+        plan.place.check_passing(workers * max(sizes.values()))
     if workers > 1 and plan.change.norm is not None:
         task = replace(task, torch_threads=max(1, n_cores() // workers))
     work, slices = partial(export_slice, task), _slices(sizes, workers)

@@ -7,16 +7,15 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
-from functools import cache
 from itertools import chain, islice
 from multiprocessing import parent_process
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from hsfmt.cli.boards import ABANDON, Board, until_told
-from hsfmt.cli.exporting.journal import FileRecord, hold, record
+from hsfmt.cli.exporting.journal import FileRecord
+from hsfmt.cli.exporting.places import Place
 from hsfmt.cli.exporting.states import FLOAT8_SCALING, Float8Loss, StateChange, native
 from hsfmt.errors import HsfmtError, StorageError
 from hsfmt.readers.sample_reader import SampleReader
@@ -33,6 +32,9 @@ _REMEDIES = {
 }
 
 
+_prepared: list[bool] = []
+
+
 @dataclass(frozen=True, slots=True)
 class Task:
     """What all slices of an export share.
@@ -47,8 +49,8 @@ class Task:
         bool [sample]: whether it came with a loss mask.
     change
         What is done to their states.
-    journal
-        Whose lock the processes share.
+    place
+        Where the files go, and whose journal the processes share.
     torch_threads
         Threads of torch in a worker, None to leave them.
     """
@@ -60,7 +62,7 @@ class Task:
     mask_given: npt.NDArray[np.bool_]
     layers: tuple[int, ...]
     change: StateChange
-    journal: Path
+    place: Place
     torch_threads: int | None = None
 
     def sample_nbytes(self, number: int) -> int:
@@ -129,7 +131,7 @@ def export_slice(task: Task, numbers: Sequence[int], board: Board) -> UnitTally:
     KeyboardInterrupt
         The board says ABANDON.
     """
-    _prepare(task.journal, task.torch_threads)
+    _prepare(task.place, task.torch_threads)
     tally = UnitTally()
     wanted = chain.from_iterable(task.units[n].numbers for n in numbers)
     with closing(_read_ahead(task, wanted, tally.loss)) as stream:
@@ -139,9 +141,9 @@ def export_slice(task: Task, numbers: Sequence[int], board: Board) -> UnitTally:
             try:
                 task.target.write(unit, samples)
                 assert next(samples, None) is None, f"{task.target.name} left samples of {unit.key}"
-                tally.done[n] = tuple(record(task.target.job.folder, path) for path in unit.paths)
+                tally.done[n] = task.place.settle(unit.paths)
             except (HsfmtError, OSError) as error:
-                tally.failed, tally.error = n, failure(error, task.target.job.folder)
+                tally.failed, tally.error = n, failure(error, task.place.name)
                 break
     return tally
 
@@ -167,27 +169,27 @@ def _read_ahead(task: Task, numbers: Iterable[int], loss: Float8Loss) -> Generat
             yield waiting.result()
 
 
-@cache
-def _prepare(journal: Path, torch_threads: int | None) -> None:
+def _prepare(place: Place, torch_threads: int | None) -> None:
     """Set up a worker process, once."""
-    if parent_process() is None:
+    if parent_process() is None or _prepared:
         return
-    hold(journal)
+    _prepared.append(True)
+    place.hold()
     if torch_threads is not None:
         import torch
 
         torch.set_num_threads(torch_threads)
 
 
-def failure(error: Exception, folder: Path) -> HsfmtError:
-    """Return an error of writing into the folder as one of this package."""
+def failure(error: Exception, place: str) -> HsfmtError:
+    """Return an error of writing there as one of this package."""
     if isinstance(error, HsfmtError):
         return error
     assert isinstance(error, OSError)
     reason = error.strerror or str(error) or type(error).__name__
     remedy = _REMEDIES.get(error.errno or 0, "")
     again = "then run the same command again: it goes on from what is whole"
-    where = str(error.filename or folder)
+    where = str(error.filename or place)
     typed = StorageError.at(
         where, expected="the storage to work", got=reason, remedy=f"{remedy}, {again}" if remedy else ""
     )

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from hsfmt.errors import UsageError
-from hsfmt.storage.base import BytesLike, ObjectWriter, Store
+from hsfmt.storage.base import BytesLike, ObjectWriter, Reads, Store, Upload
 from hsfmt.storage.local import LocalStore
 
-__all__ = ["BytesLike", "ObjectWriter", "Store", "open_store"]
+__all__ = ["BytesLike", "ObjectWriter", "Reads", "Store", "Upload", "open_store"]
 
 _LOCAL_SCHEMES = ("file://", "local://")
+# What becomes of a URL in a pathlib.Path, say: as a path it would be a folder of that name, here.
+_MANGLED = re.compile(r"(s3a?|gc?s|az|abfss?|hf|https?|s?ftp|memory|file|local):(?!//|:)", re.IGNORECASE)
+_BUCKETS = ("s3://", "s3a://", "gs://", "gcs://")
 
 
 def open_store(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Store:
@@ -28,18 +32,16 @@ def open_store(url: str | os.PathLike[str], storage_options: Mapping[str, Any] |
     Raises
     ------
     UsageError
-        If `url` is empty, or `storage_options` are given for a local path.
+        If `url` is empty or no URL but nearly one, or `storage_options` are given for a local path or are no dict.
     """
-    text = os.fspath(url)
-    if not text:
-        raise UsageError.at("url", expected="a path or URL", got="an empty string")
+    text = _checked(os.fspath(url))
+    if not isinstance(storage_options, Mapping | None):
+        raise UsageError.at("storage_options", expected="a dict", got=type(storage_options).__name__)
     local = next((text.removeprefix(scheme) for scheme in _LOCAL_SCHEMES if text.startswith(scheme)), None)
     if local is None and "://" not in text and "::" not in text:
         local = text
     if local is None:
-        from hsfmt.storage.remote import RemoteStore  # fsspec is imported only where it is needed
-
-        return RemoteStore(text, storage_options or {})
+        return _remote_store(text, storage_options or {})
     if storage_options:
         raise UsageError.at(
             "storage_options",
@@ -48,3 +50,38 @@ def open_store(url: str | os.PathLike[str], storage_options: Mapping[str, Any] |
             remedy="leave them out, or give a URL",
         )
     return LocalStore(local)
+
+
+def _checked(text: str) -> str:
+    """Return a path, or a URL with its scheme in lower case."""
+    if not text:
+        raise UsageError.at("url", expected="a path or URL", got="an empty string")
+    mangled = _MANGLED.match(text)
+    if mangled is not None:
+        remedy = f"write {mangled[0]}//… as text, since pathlib drops a slash; ./{mangled[0]}… is a local path"
+        raise UsageError.at("url", expected=f"{mangled[0]}//…", got=f"{mangled[0]} without //", remedy=remedy)
+    scheme, separator, rest = text.partition("://")
+    text = f"{scheme.lower()}{separator}{rest}" if scheme.isalnum() else text
+    if text.startswith(_BUCKETS):
+        bucket = rest.lstrip("/").partition("/")[0]
+        if not bucket or "@" in bucket or (":" in bucket and not bucket.startswith("arn:")):
+            # It may be a password, and drivers show what they can't use.
+            got = "something with @ or : in it" if bucket else "none"
+            remedy = "write BUCKET/PREFIX; credentials and endpoint go into the environment, or storage_options"
+            raise UsageError.at("url", expected="a bucket's name", got=got, remedy=remedy)
+    return text
+
+
+def _remote_store(url: str, storage_options: Mapping[str, Any]) -> Store:
+    # fsspec is imported only where it is needed.
+    if url.startswith(("http://", "https://")):
+        from hsfmt.storage.web import WebStore
+
+        return WebStore(url, storage_options)
+    if url.startswith("hf://"):
+        from hsfmt.storage.hub import HubStore
+
+        return HubStore(url, storage_options)
+    from hsfmt.storage.remote import RemoteStore
+
+    return RemoteStore(url, storage_options)

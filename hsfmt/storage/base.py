@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from hsfmt.errors import FormatError
+from hsfmt.storage.copying import copy_object
 
 BytesLike = bytes | bytearray | memoryview
 
 _MAX_PATH_NBYTES = 1024  # the longest key of S3, the shortest limit of the storages in use
+_DEFAULT_GAP_NBYTES = 1 << 20
 
 
 def check_path(path: str) -> str:
@@ -119,6 +122,70 @@ class ObjectWriter(ABC):
         self.abort()
 
 
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """An object's upload that was begun and not ended: no object, but stored, and paid for.
+
+    Attributes
+    ----------
+    path
+        Of the object that it was to become.
+    upload_id
+        The storage's name for it.
+    at
+        When anything of it arrived last, in seconds of the storage's own clock.
+    """
+
+    path: str
+    upload_id: str
+    at: float
+
+
+class Reads(Protocol):
+    """What reading whole objects needs of a store."""
+
+    def read(self, path: str, max_nbytes: int) -> bytes:
+        """Return the whole object; see `Store.read`."""
+
+
+class Arrivals(Iterator[tuple[int, BytesLike]]):
+    """(number, body) of ranges, in the order in which they arrive; threads may share it.
+
+    As a context manager it is closed at the end of the block.
+    """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give up what was not taken yet; threads that wait for more find that it has ended."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _OneByOne(Arrivals):
+    """Ranges that are read when they are asked for."""
+
+    def __init__(self, store: Store, ranges: Sequence[tuple[str, int, int]]) -> None:
+        self._store = store
+        self._ranges = ranges
+        self._numbers: Iterator[int] = iter(list(range(len(ranges))))  # next() of a list's iterator is atomic
+
+    def __next__(self) -> tuple[int, BytesLike]:
+        number = next(self._numbers)
+        path, offset, nbytes = self._ranges[number]
+        body = bytearray(nbytes)
+        self._store.read_into(path, offset, memoryview(body))
+        return number, body
+
+    def close(self) -> None:
+        self._numbers = iter(())
+
+
 class Store(ABC):
     """Objects under POSIX paths below one root. All paths go through `check_path`. Picklable, usable after fork.
 
@@ -126,9 +193,15 @@ class Store(ABC):
     """
 
     url: str
-    """Where the dataset lies, as it can be given to `open_store` again (an absolute path if local)."""
+    """Where the dataset lies, as it can be given to `open_store` again (an absolute path if local).
+
+    What is secret in a URL (user info, signatures) is left out.
+    """
 
     is_local: bool = False
+
+    can_list: bool = True
+    """Whether it can say which objects there are."""
 
     @abstractmethod
     def read(self, path: str, max_nbytes: int) -> bytes:
@@ -162,12 +235,33 @@ class Store(ABC):
         NotFoundError, CorruptionError
             As `read_into`.
         """
-        results = []
-        for path, offset, nbytes in ranges:
-            buffer = bytearray(nbytes)
-            self.read_into(path, offset, memoryview(buffer))
-            results.append(bytes(buffer))
+        results = [b""] * len(ranges)
+        with self.read_each(ranges) as arrivals:
+            for number, body in arrivals:
+                results[number] = bytes(body)
         return results
+
+    def read_each(self, ranges: Sequence[tuple[str, int, int]]) -> Arrivals:
+        """Return the bytes of many (path, offset, nbytes) ranges as they arrive; close it when enough were taken.
+
+        The bodies are the taker's own. What the iterator raises is as of `read_into`; nothing follows it.
+        """
+        return _OneByOne(self, ranges)
+
+    def read_many(self, requests: Sequence[tuple[str, int]]) -> list[bytes]:
+        """Return the whole objects of many (path, max_nbytes), fetched together where the storage can.
+
+        Raises
+        ------
+        NotFoundError, CorruptionError
+            As `read`.
+        """
+        return [self.read(path, max_nbytes) for path, max_nbytes in requests]
+
+    @property
+    def gap_nbytes(self) -> int:
+        """Bytes between two ranges that are better read along than left out by a second request."""
+        return _DEFAULT_GAP_NBYTES
 
     @abstractmethod
     def size(self, path: str) -> int | None:
@@ -216,6 +310,79 @@ class Store(ABC):
         NotFoundError
             If there is none.
         """
+
+    @abstractmethod
+    def modified(self, path: str) -> float | None:
+        """Return when the object was last written or given this name, in seconds of the storage's own clock.
+
+        None if there is no such object, or the storage does not say.
+        """
+
+    def remove_folder(self, path: str) -> None:  # noqa: B027  storages without folders have nothing to do
+        """Remove a folder if it is empty; does nothing if it is not, or not there."""
+
+    def empty_folders(self, prefix: str) -> Sequence[tuple[str, ...]]:
+        """Return the folders below `prefix` without any object in or below them: each with all in it, deepest first."""
+        check_prefix(prefix)
+        return []
+
+    def is_same(self, source: Store, path: str) -> bool:  # noqa: ARG002  for those that can tell
+        """Say whether the object of this path is one and the same here and there: a hard link, not a copy."""
+        check_path(path)
+        return False
+
+    def shares_storage(self, source: Store) -> bool:  # noqa: ARG002  for those that can
+        """Say whether `link` can be expected to work from there."""
+        return False
+
+    def link(self, source: Store, path: str) -> bool:  # noqa: ARG002  for those that can
+        """Give an object of another dataset the same path here, without its bytes passing through this process.
+
+        A hard link, or a copy made by the server. It replaces a former object of this path; its folder is made durable
+        by `sync`.
+
+        Returns
+        -------
+        bool
+            False where the two storages can't do that; nothing was changed then.
+
+        Raises
+        ------
+        NotFoundError
+            There is no such object in `source`.
+        """
+        return False
+
+    def copy_from(
+        self, source: Store, path: str, nbytes: int, digest: str, advance: Callable[[int], None] | None = None
+    ) -> None:
+        """Copy an object of another dataset to the same path here, comparing its digest on the way.
+
+        Parameters
+        ----------
+        source, path
+            The object; it appears here whole, and its folder is made durable by `sync`.
+        nbytes, digest
+            What it must be.
+        advance
+            Called with the number of bytes after each block; what it raises ends the copy.
+
+        Raises
+        ------
+        NotFoundError
+            There is no such object in `source`.
+        CorruptionError
+            It is another one; nothing appears here then.
+        """
+        copy_object(source, self, path, nbytes, digest, advance)
+
+    def unfinished_uploads(self) -> Sequence[Upload]:
+        """Return the uploads that were neither completed nor aborted, where the storage has such a thing."""
+        return ()
+
+    def abort_upload(self, upload: Upload) -> None:
+        """Remove what arrived of an upload; does nothing if it has ended meanwhile."""
+        check_path(upload.path)
 
     def free_nbytes(self) -> int | None:
         """Return the bytes that can still be written, None where there is no such number."""

@@ -17,7 +17,9 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-_UNSUPPORTED = frozenset({errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.EMLINK})
+_UNSUPPORTED = frozenset(
+    {errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.EMLINK, errno.ENOLCK}
+)
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
 

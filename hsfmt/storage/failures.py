@@ -1,35 +1,67 @@
-"""Failures of remote storages: which of them pass by themselves, and what they mean in this package's errors.
-
-The SDKs under fsspec each have their own exceptions, and none of them is importable here: they are told apart by
-status, errno and class name.
-"""
+"""What failures of remote storages mean in this package's errors: one line that says what to do."""
 
 from __future__ import annotations
 
-import errno
-import random
+import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import TypeVar
+from urllib.parse import urlsplit
 
-from hsfmt.errors import HsfmtError, NotFoundError, StorageError
+from hsfmt.errors import HsfmtError, NotFoundError, StorageError, UsageError
+from hsfmt.storage import retries
+from hsfmt.storage.redaction import redacted, shows_nothing
+from hsfmt.storage.retries import RetryBudget, ShortBodyError, WrongRangeError
 
 _T = TypeVar("_T")
 
-_ATTEMPTS = 5
-_FIRST_DELAY_SECONDS = 0.1
-_TRANSIENT_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
-_TRANSIENT_ERRNO = frozenset({errno.EBUSY, errno.EAGAIN, errno.EIO, errno.ETIMEDOUT, errno.ECONNRESET, errno.EPIPE})
-_TRANSIENT_CLASSES = frozenset(
-    {"ClientConnectionError", "ClientPayloadError", "HTTPClientError", "IncompleteRead", "ServiceRequestError"}
+_NO_CREDENTIALS = frozenset(
+    {"NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "DefaultCredentialsError"}
+    | {"TokenRetrievalError", "ProfileNotFound"}
 )
+_NO_PROXY = frozenset({"ClientProxyConnectionError", "ProxyConnectionError"})
+_CREDENTIALS = {
+    "s3": 'set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; storage_options={"anon": True} or '
+    "FSSPEC_S3_ANON=true reads public buckets",
+    "gs": 'run `gcloud auth application-default login`, or give storage_options={"token": ...}; "anon" reads public '
+    "buckets",
+    "hf": "set HF_TOKEN to a token that may read this repository, or run `hf auth login`",
+}
+_ENDPOINT = {
+    "s3": "check AWS_ENDPOINT_URL (or endpoint_url in storage_options), and that the server runs",
+    "gs": "check the network, and STORAGE_EMULATOR_HOST (or endpoint_url in storage_options) where one is set",
+    "hf": "check HF_ENDPOINT and the network",
+}
 
 
-class ShortBodyError(ConnectionError):
-    """The answer held fewer bytes than the object has there."""
+@dataclass
+class Place:
+    """A remote dataset as errors name it.
+
+    Attributes
+    ----------
+    url
+        Without secrets.
+    scheme
+        Of the URL, the general one where several name the same storage.
+    secrets
+        What must not be shown.
+    answered
+        Whether the storage answered in this process yet.
+    """
+
+    url: str
+    scheme: str = ""
+    secrets: tuple[str, ...] = field(default=(), repr=False)
+    answered: bool = field(default=False, compare=False)
+
+    def redacted(self, text: str) -> str:
+        """Return a text without secrets, on one line."""
+        return " ".join(redacted(text, self.secrets).split())
 
 
-def attempt(where: str, action: Callable[[], _T]) -> _T:
+def attempt(where: str, action: Callable[[], _T], place: Place) -> _T:
     """Run an idempotent request, again with growing pauses while its failure is of a kind that passes.
 
     Raises
@@ -37,56 +69,138 @@ def attempt(where: str, action: Callable[[], _T]) -> _T:
     NotFoundError, StorageError
         What the last failure means, with `where` as its place; errors of this package pass through at once.
     """
-    delay = _FIRST_DELAY_SECONDS
-    for left in reversed(range(_ATTEMPTS)):
+    budget = RetryBudget()
+    attempts = 0
+    while True:
         try:
-            return action()
+            result = action()
         except HsfmtError:
             raise
-        except Exception as error:
-            if left == 0 or not is_transient(error):
-                raise typed_failure(error, where) from error
-        time.sleep(delay * (1 + random.random()))  # noqa: S311 - spreads clients, hides nothing
-        delay *= 3
-    raise AssertionError
+        except Exception as error:  # noqa: BLE001  raised typed
+            attempts += 1
+            budget.failed(0)
+            pause = budget.pause(error, attempts, answered=place.answered) if retries.is_transient(error) else None
+            if pause is None:
+                raise typed_failure(error, where, place, attempts) from shown(error, place)
+        else:
+            place.answered = True
+            return result
+        time.sleep(pause)
 
 
-def _status(error: BaseException) -> int | None:
-    """Return the HTTP status that an error of an SDK carries, in any of their ways."""
-    response = getattr(error, "response", None)
-    if isinstance(response, dict):
-        response = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-    for status in (getattr(error, "status", None), getattr(error, "code", None), response):
-        if isinstance(status, int):
-            return status
+async def attempt_async(where: str, action: Callable[[], Awaitable[_T]], place: Place, budget: RetryBudget) -> _T:
+    """Run an idempotent request on an event loop, as `attempt`; `budget` is this request's alone."""
+    attempts = 0
+    while True:
+        try:
+            result = await action()
+        except HsfmtError:
+            raise
+        except Exception as error:  # noqa: BLE001  raised typed
+            attempts += 1
+            budget.failed(0)
+            pause = budget.pause(error, attempts, answered=place.answered) if retries.is_transient(error) else None
+            if pause is None:
+                raise typed_failure(error, where, place, attempts) from shown(error, place)
+        else:
+            place.answered = True
+            return result
+        await asyncio.sleep(pause)
+
+
+def shown(error: BaseException, place: Place) -> BaseException | None:
+    """Return the error to raise another one from: none if a traceback of it would show a secret."""
+    return error if shows_nothing(error, place.secrets) else None
+
+
+def typed_failure(error: BaseException, where: str, place: Place, attempts: int = 1) -> HsfmtError:
+    """Return this package's error for whatever an SDK raised about `where`."""
+    if isinstance(error, HsfmtError):
+        return error
+    where = where or "the dataset's root"
+    tries = f" ({attempts} attempts)" if attempts > 1 else ""
+    reason = f"{_reason(error, place)}{tries}"
+    storage_wide = _storage_wide(error, place, reason)
+    if storage_wide is not None:
+        typed: HsfmtError = storage_wide
+    elif isinstance(error, FileNotFoundError | NotADirectoryError) or retries.status(error) in {404, 410}:
+        typed = NotFoundError.at(where, expected="an object", got=reason)
+    elif isinstance(error, ShortBodyError | WrongRangeError):
+        remedy = f"the connection to {place.url} is unreliable, or something between alters answers"
+        got = f"{place.redacted(str(error))}{tries}"
+        typed = StorageError.at(where, expected="a whole answer", got=got, remedy=remedy)
+    else:
+        remedy = "run again; if it stays, check network and endpoint" if retries.is_transient(error) else ""
+        got = f"{reason}, from {place.url}"
+        typed = StorageError.at(where, expected="the storage to work", got=got, remedy=remedy)
+    if isinstance(typed, OSError):
+        typed.errno = getattr(error, "errno", None)
+    return typed
+
+
+def _storage_wide(error: BaseException, place: Place, reason: str) -> HsfmtError | None:
+    """Return the error of what is wrong with all of the storage, whichever object was asked for."""
+    names = set().union(*map(retries.class_names, retries.chain(error)))
+    set_wrong = _set_wrong(error, names, place, reason)
+    if set_wrong is not None:
+        return set_wrong
+    if is_no_bucket(error):
+        bucket = urlsplit(place.url).netloc or place.url
+        remedy = f"check the bucket's name; {_ENDPOINT.get(place.scheme, 'check the endpoint')}"
+        return StorageError.at(place.url, expected=f"a bucket {bucket!r}", got=reason, remedy=remedy)
+    if names & _NO_CREDENTIALS or "Unable to locate credentials" in str(error):
+        remedy = _CREDENTIALS.get(place.scheme, "give them by storage_options or as the driver's documentation says")
+        return StorageError.at(place.url, expected="credentials", got=reason, remedy=remedy)
+    if isinstance(error, PermissionError) or retries.status(error) in {401, 403}:
+        known = _CREDENTIALS.get(place.scheme)
+        remedy = "check the credentials, and that they may read (or write) this place" + (f": {known}" if known else "")
+        return StorageError.at(place.url, expected="to be let in", got=reason, remedy=remedy)
+    if retries.is_untrusted(error):
+        variable = "AWS_CA_BUNDLE" if place.scheme == "s3" else "SSL_CERT_FILE"
+        remedy = f"check the address, and that the server's certificate authority is installed here ({variable})"
+        return StorageError.at(place.url, expected="a server with a trusted certificate", got=reason, remedy=remedy)
+    if retries.is_unreachable(error) and not place.answered:
+        remedy = _ENDPOINT.get(place.scheme, "check the address, and that the server runs")
+        return StorageError.at(place.url, expected="a server that can be reached", got=reason, remedy=remedy)
     return None
 
 
-def is_transient(error: BaseException) -> bool:
-    """Return whether the same request may well succeed a moment later."""
-    if isinstance(error, HsfmtError | FileNotFoundError | PermissionError):
-        return False
-    if isinstance(error, ConnectionError | TimeoutError) or _status(error) in _TRANSIENT_STATUS:
-        return True
-    if isinstance(error, OSError) and error.errno in _TRANSIENT_ERRNO:
-        return True
-    return any(ancestor.__name__ in _TRANSIENT_CLASSES for ancestor in type(error).__mro__)
+def _set_wrong(error: BaseException, names: set[str], place: Place, reason: str) -> HsfmtError | None:
+    """Return the error of a setting that no request can succeed with."""
+    if isinstance(error, TypeError) and "unexpected keyword argument" in str(error):
+        # What a driver does not know reaches some constructor of its own.
+        expected = f"options that the driver of {place.scheme}:// knows"
+        return UsageError.at("storage_options", expected=expected, got=reason, remedy="check their names")
+    if "EndpointResolutionError" in names or "Invalid endpoint" in str(error):
+        remedy = "write AWS_ENDPOINT_URL (or endpoint_url in storage_options) as http://HOST:PORT or https://HOST"
+        return StorageError.at(place.url, expected="the URL of an endpoint", got=reason, remedy=remedy)
+    if names & _NO_PROXY:
+        remedy = "check HTTP_PROXY and HTTPS_PROXY; NO_PROXY names the hosts that are reached without one"
+        return StorageError.at(place.url, expected="a proxy that can be reached", got=reason, remedy=remedy)
+    return None
 
 
-def typed_failure(error: Exception, where: str) -> HsfmtError:
-    """Return this package's error for whatever an SDK raised about `where`."""
-    where = where or "the dataset's root"
-    if isinstance(error, HsfmtError):
-        return error
-    reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    if isinstance(error, FileNotFoundError | NotADirectoryError):
-        return NotFoundError.at(where, expected="an object", got=reason)
-    if isinstance(error, ShortBodyError):
-        return StorageError.at(where, expected="a whole answer", got=str(error), remedy="the connection is unreliable")
-    if isinstance(error, PermissionError) or _status(error) in {401, 403}:
-        remedy = "check the credentials, and that they may read and write this bucket"
-    else:
-        remedy = "run again; if it stays, check network and endpoint" if is_transient(error) else ""
-    typed = StorageError.at(where, expected="the storage to work", got=reason, remedy=remedy)
-    typed.errno = getattr(error, "errno", None)
-    return typed
+def is_no_bucket(error: BaseException) -> bool:
+    """Return whether there is not even the bucket."""
+    # The message is all there is where a driver raises its own error without the cause.
+    return retries.error_code(error) == "NoSuchBucket" or "specified bucket does not exist" in str(error)
+
+
+def is_taken(error: BaseException) -> bool:
+    """Return whether an object was not created because there is one.
+
+    Raises
+    ------
+    ConnectionError
+        Another creator is at work, and it can't be told yet.
+    """
+    if retries.error_code(error) == "ConditionalRequestConflict":
+        raise ConnectionError("another creator is at work") from error
+    # s3fs makes an invalid argument of it.
+    is_precondition = retries.error_code(error) == "PreconditionFailed" or retries.status(error) == 412
+    return isinstance(error, FileExistsError) or is_precondition
+
+
+def _reason(error: BaseException, place: Place) -> str:
+    text = place.redacted(str(error))[:500]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

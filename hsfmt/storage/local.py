@@ -4,19 +4,34 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import TypeVar
 
 from hsfmt.errors import CorruptionError, FormatError, HsfmtError, NotFoundError, StorageError
 from hsfmt.storage.base import BytesLike, ObjectWriter, Store, check_path, check_prefix, flat_view
 from hsfmt.storage.exclusive import publish_new
+from hsfmt.storage.files import (
+    fill,
+    fsync_directory,
+    linked,
+    open_new,
+    opened,
+    read_all,
+    temporary_name,
+    write_all,
+    write_new,
+)
+from hsfmt.storage.folders import empty_folders, entries, walked
 
+_T = TypeVar("_T")
 _ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR})
+_NO_LINK = frozenset({errno.EXDEV, errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK})
 _REMEDIES = {
     errno.ENOSPC: "free space on this file system and run again; committed parts are intact",
     errno.EDQUOT: "your quota is used up: free space and run again; committed parts are intact",
+    errno.EFBIG: "raise the limit on the size of files (ulimit -f) and run again; committed parts are intact",
     errno.EACCES: "check owner and permissions of the dataset's folder",
     errno.EPERM: "check owner and permissions of the dataset's folder",
     errno.EROFS: "the file system is mounted read-only",
@@ -77,16 +92,14 @@ class LocalStore(Store):
         return os.path.join(self._directory(folder), name)
 
     def read(self, path: str, max_nbytes: int) -> bytes:
-        with os_errors_typed(path), _opened(self.local_path(path), path) as (fd, nbytes):
+        with os_errors_typed(path), opened(self.local_path(path), path) as (fd, nbytes):
             if nbytes > max_nbytes:
                 raise CorruptionError.at(path, expected=f"at most {max_nbytes} bytes", got=f"{nbytes} bytes")
-            buffer = bytearray(nbytes)
-            _fill(fd, 0, memoryview(buffer), path)
-        return bytes(buffer)
+            return read_all(fd, nbytes, path)
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
-        with os_errors_typed(path), _opened(self.local_path(path), path) as (fd, _):
-            _fill(fd, offset, flat_view(buffer), path)
+        with os_errors_typed(path), opened(self.local_path(path), path) as (fd, _):
+            fill(fd, offset, flat_view(buffer), path)
 
     def size(self, path: str) -> int | None:
         try:
@@ -101,19 +114,17 @@ class LocalStore(Store):
 
     def list(self, prefix: str) -> list[str]:
         with os_errors_typed(prefix):
-            return [entry.name for entry in _entries(self._directory(check_prefix(prefix)))]
+            return [entry.name for entry in entries(self._directory(check_prefix(prefix)))]
 
     def walk(self, prefix: str) -> Iterator[tuple[str, int]]:
         prefix = check_prefix(prefix)
         with os_errors_typed(prefix):
-            yield from _walked(self._directory(prefix), prefix)
+            yield from walked(self._directory(prefix), prefix)
 
     def create(self, path: str, data: BytesLike) -> bool:
         with os_errors_typed(path):
-            final = self._prepared(path)
-            temporary = _temporary_name(final)
+            final, temporary = self._written(path, data)
             try:
-                _write_new(temporary, data)
                 created = publish_new(temporary, final)
             finally:
                 with suppress(FileNotFoundError):
@@ -124,10 +135,8 @@ class LocalStore(Store):
 
     def write(self, path: str, data: BytesLike) -> None:
         with os_errors_typed(path):
-            final = self._prepared(path)
-            temporary = _temporary_name(final)
+            final, temporary = self._written(path, data)
             try:
-                _write_new(temporary, data)
                 os.rename(temporary, final)
             except BaseException:
                 with suppress(OSError):
@@ -137,7 +146,7 @@ class LocalStore(Store):
 
     def open_object(self, path: str) -> ObjectWriter:
         with os_errors_typed(path):
-            return _LocalObjectWriter(path, self._prepared(path))
+            return self._in_folder(path, lambda final: _LocalObjectWriter(path, final))
 
     def sync(self, directories: Iterable[str]) -> None:
         done: set[str] = set()
@@ -149,12 +158,70 @@ class LocalStore(Store):
         with os_errors_typed(path):
             os.unlink(self.local_path(path))
 
-    def free_nbytes(self) -> int | None:
-        folder = self._root
-        while not os.path.isdir(folder):
-            folder = os.path.dirname(folder)
+    def modified(self, path: str) -> float | None:
+        try:
+            status = os.stat(self.local_path(path), follow_symlinks=False)
+        except OSError as error:
+            if isinstance(error, HsfmtError):
+                raise
+            if error.errno in _ABSENT:
+                return None
+            raise typed_os_error(error, path) from error
+        # A hard link, a rename or a copy that keeps times is new here, however old the content is.
+        return max(status.st_mtime, status.st_ctime)
+
+    def remove_folder(self, path: str) -> None:
+        with os_errors_typed(path), suppress(FileNotFoundError, NotADirectoryError):
+            try:
+                os.rmdir(self.local_path(path))
+            except OSError as error:
+                if error.errno not in {errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.ENOTDIR}:
+                    raise
+
+    def empty_folders(self, prefix: str) -> Sequence[tuple[str, ...]]:
+        prefix = check_prefix(prefix)
+        with os_errors_typed(prefix):
+            return empty_folders(self._directory(prefix), prefix)[1]
+
+    def is_same(self, source: Store, path: str) -> bool:
+        if not isinstance(source, LocalStore):
+            return False
+        with os_errors_typed(path):
+            here, there = self.local_path(path), source.local_path(path)
+            # Without a second link it is one name by two ways: a mount, or a symbolic link from here to there.
+            return os.path.samefile(here, there) and not os.path.islink(here) and os.stat(here).st_nlink > 1
+
+    def shares_storage(self, source: Store) -> bool:
+        if not isinstance(source, LocalStore):
+            return False
         with os_errors_typed(""):
-            status = os.statvfs(folder)
+            return os.stat(_existing(self._root)).st_dev == os.stat(_existing(source._root)).st_dev  # noqa: SLF001  its own kind
+
+    def link(self, source: Store, path: str) -> bool:
+        if not isinstance(source, LocalStore):
+            return False
+        with os_errors_typed(path):
+            # A file may be a symbolic link (a hub's cache); what it leads to is what is meant.
+            origin = os.path.realpath(source.local_path(path))
+            with opened(origin, path) as (fd, _):
+                os.fsync(fd)  # it may have come there by a copy that did not
+            final = temporary = ""
+            try:
+                final, temporary = self._in_folder(path, lambda final: (final, linked(origin, final)))
+                os.rename(temporary, final)
+            except OSError as error:
+                if error.errno in _NO_LINK:
+                    return False
+                raise
+            finally:
+                # Renaming one link of a file to another one does nothing.
+                with suppress(OSError):
+                    os.unlink(temporary)
+        return True
+
+    def free_nbytes(self) -> int | None:
+        with os_errors_typed(""):
+            status = os.statvfs(_existing(self._root))
         return status.f_bavail * status.f_frsize
 
     def _directory(self, prefix: str) -> str:
@@ -170,9 +237,8 @@ class LocalStore(Store):
             )
         return directory
 
-    def _prepared(self, path: str) -> str:
-        """Return the file path after making the folders above it, those above the root durably."""
-        final = self.local_path(path)
+    def _make_folders(self, wanted: str) -> None:
+        """Make a folder and those above it, those above the root durably."""
         missing = []
         folder = self._root
         while not os.path.isdir(folder):
@@ -180,22 +246,37 @@ class LocalStore(Store):
             folder = os.path.dirname(folder)
         if missing:
             # Whoever made that one may have been killed before its entry was durable, and nobody else looks there.
-            _fsync_directory(os.path.dirname(folder), must=False)
+            fsync_directory(os.path.dirname(folder), must=False)
         for folder in reversed(missing):
             with suppress(FileExistsError):
                 os.mkdir(folder)
-            _fsync_directory(os.path.dirname(folder), must=False)
-        os.makedirs(os.path.dirname(final), exist_ok=True)
-        return final
+            fsync_directory(os.path.dirname(folder), must=False)
+        os.makedirs(wanted, exist_ok=True)
+
+    def _in_folder(self, path: str, make: Callable[[str], _T]) -> _T:
+        """Return what `make` makes of the file path, again if a collection takes its folder away meanwhile."""
+        for left in (2, 1, 0):
+            final = self.local_path(path)
+            try:
+                self._make_folders(os.path.dirname(final))
+                return make(final)
+            except FileNotFoundError:
+                if not left or os.path.isdir(os.path.dirname(final)):
+                    raise
+        raise AssertionError
+
+    def _written(self, path: str, data: BytesLike) -> tuple[str, str]:
+        """Write the data under a temporary name; return the file path and that name."""
+        return self._in_folder(path, lambda final: (final, write_new(temporary_name(final), data)))
 
     def _sync_to_root(self, folder: str, done: set[str] | None = None) -> None:
         done = set() if done is None else done
         while folder not in done:
             done.add(folder)
-            _fsync_directory(folder, must=True)
+            fsync_directory(folder, must=True)
             if folder == self._root:
                 # The entry of the root itself; the folder above may be one that we may search but not read.
-                _fsync_directory(os.path.dirname(folder), must=False)
+                fsync_directory(os.path.dirname(folder), must=False)
                 return
             folder = os.path.dirname(folder)
 
@@ -205,12 +286,12 @@ class _LocalObjectWriter(ObjectWriter):
         self.nbytes = 0
         self._path = path
         self._final = final
-        self._temporary = _temporary_name(final)
-        self._fd: int | None = _open_new(self._temporary)
+        self._temporary = temporary_name(final)
+        self._fd: int | None = open_new(self._temporary)
 
     def write(self, data: BytesLike) -> None:
         with os_errors_typed(self._path):
-            self.nbytes += _write_all(self._open_fd(), data)
+            self.nbytes += write_all(self._open_fd(), data)
 
     def commit(self) -> None:
         try:
@@ -244,96 +325,7 @@ class _LocalObjectWriter(ObjectWriter):
             self._temporary = ""
 
 
-def _temporary_name(final: str) -> str:
-    return f"{final}.{secrets.token_hex(8)}.tmp"
-
-
-def _open_new(path: str) -> int:
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-
-
-def _write_all(fd: int, data: BytesLike) -> int:
-    view = flat_view(data)
-    done = 0
-    while done < len(view):
-        done += os.write(fd, view[done:])
-    return done
-
-
-def _write_new(path: str, data: BytesLike) -> None:
-    fd = _open_new(path)
-    try:
-        _write_all(fd, data)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _fsync_directory(folder: str, *, must: bool) -> None:
-    try:
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except PermissionError:
-        if must:
-            raise
-        return
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        if error.errno not in {errno.EINVAL, errno.ENOTSUP}:  # some network file systems know no fsync of folders
-            raise
-    finally:
-        os.close(fd)
-
-
-@contextmanager
-def _opened(file: str, path: str) -> Iterator[tuple[int, int]]:
-    """Open a regular file to read; yield (fd, nbytes). O_NONBLOCK, or a FIFO in its place would hang us."""
-    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise CorruptionError.at(path, expected="a regular file", got=stat.filemode(status.st_mode))
-        yield fd, status.st_size
-    finally:
-        os.close(fd)
-
-
-def _fill(fd: int, offset: int, buffer: memoryview, path: str) -> None:
-    done = 0
-    while done < len(buffer):
-        count = os.preadv(fd, [buffer[done:]], offset + done)
-        if count == 0:
-            raise CorruptionError.at(
-                path,
-                expected=f"{len(buffer)} bytes at offset {offset}",
-                got=f"the end of the file after {done} bytes",
-                remedy="the file was truncated: restore it, or run `hsfmt verify`",
-            )
-        done += count
-
-
-def _entries(directory: str) -> list[os.DirEntry[str]]:
-    try:
-        with os.scandir(directory) as entries:
-            return sorted(entries, key=lambda entry: entry.name)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-
-
-def _walked(directory: str, prefix: str) -> Iterator[tuple[str, int]]:
-    # Names are given as they are, unchecked: a stray file of an odd name is to be reported, not to stop the walk.
-    for entry in _entries(directory):
-        path = f"{prefix}/{entry.name}" if prefix else entry.name
-        if entry.is_dir(follow_symlinks=False):
-            yield from _walked(entry.path, path)
-        else:
-            with suppress(FileNotFoundError):  # a temporary file that was renamed meanwhile
-                yield path, _listed_nbytes(entry)
-
-
-def _listed_nbytes(entry: os.DirEntry[str]) -> int:
-    try:
-        status = entry.stat()
-    except OSError:  # a link to nowhere is listed, with the size of the link itself
-        status = entry.stat(follow_symlinks=False)
-    return status.st_size if stat.S_ISREG(status.st_mode) else entry.stat(follow_symlinks=False).st_size
+def _existing(folder: str) -> str:
+    while not os.path.isdir(folder):
+        folder = os.path.dirname(folder)
+    return folder

@@ -2,25 +2,42 @@
 
 from __future__ import annotations
 
+import base64
 import inspect
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import IO, Any
 
 import fsspec
+import google_crc32c
+import numpy as np
+from fsspec.asyn import AsyncFileSystem, get_loop, sync
 from fsspec.core import url_to_fs
 
-from hsfmt.errors import CorruptionError, HsfmtError, NotFoundError, StorageError, UsageError
-from hsfmt.storage.base import BytesLike, ObjectWriter, Store, check_path, check_prefix, flat_view
-from hsfmt.storage.failures import ShortBodyError, attempt, is_transient, typed_failure
+from hsfmt.errors import HsfmtError, NotFoundError, StorageError, UsageError
+from hsfmt.storage.base import BytesLike, ObjectWriter, Store, Upload, check_path, check_prefix, flat_view
+from hsfmt.storage.clients.choice import client_of, missing_driver, s3_options
+from hsfmt.storage.clients.gcs_requests import gcs_file_system, is_gcs
+from hsfmt.storage.clients.s3_client import S3Client
+from hsfmt.storage.failures import Place, attempt, is_no_bucket, is_taken, shown, typed_failure
+from hsfmt.storage.process_state import abandoned_in_child
+from hsfmt.storage.range_reader import RangeReader
+from hsfmt.storage.ranged import RangedStore
+from hsfmt.storage.retries import timeout_seconds
+from hsfmt.storage.uploads import S3ObjectWriter, list_uploads
+
+# Their files appear when they are closed; elsewhere they grow where everyone sees them.
+_PROTOCOLS_OF_WHOLE_OBJECTS = frozenset({"abfs", "abfss", "az", "gcs", "gs", "hf", "s3", "s3a"})
+_PATIENCE = 8
+_SLOWEST_NBYTES_A_SECOND = 64 << 10
+# Of fsspec: they lose the condition of a `create`, and what they hold of an object that is replaced stays.
+_CACHES = frozenset({"blockcache", "cached", "filecache", "simplecache"})
 
 
-class RemoteStore(Store):
-    """A dataset at an fsspec URL.
-
-    Only the URL and the options are pickled; each process makes its own file system on first use, so that the store
-    works after fork, whatever the parent did with it.
+class RemoteStore(RangedStore):
+    """A dataset at an fsspec URL: read by the client that suits it, listed and written through fsspec's file system.
 
     Parameters
     ----------
@@ -31,98 +48,13 @@ class RemoteStore(Store):
     """
 
     def __init__(self, url: str, storage_options: Mapping[str, Any]) -> None:
-        self.url = url.rstrip("/") if not url.endswith("://") else url
-        self._options = dict(storage_options)
+        super().__init__(url, storage_options)
         self._opened: tuple[int, fsspec.AbstractFileSystem, str] | None = None
 
-    def __repr__(self) -> str:
-        return f"RemoteStore({self.url!r})"  # options may hold secrets
-
-    def __reduce__(self) -> tuple[type[RemoteStore], tuple[str, dict[str, Any]]]:
-        return type(self), (self.url, self._options)
-
-    def read(self, path: str, max_nbytes: int) -> bytes:
-        fs, key = self._fs(), self._key(path)
-
-        def fetch() -> bytes:
-            try:
-                # One byte more than allowed shows an object that is too large without a request for its size.
-                return bytes(fs.cat_file(key, start=0, end=max_nbytes + 1))
-            except FileNotFoundError:
-                raise
-            except Exception:
-                if fs.info(key)["size"] == 0:  # S3 and GCS refuse any range of an empty object
-                    return b""
-                raise
-
-        data = attempt(path, fetch)
-        if len(data) > max_nbytes:
-            raise CorruptionError.at(path, expected=f"at most {max_nbytes} bytes", got="a larger object")
-        return data
-
-    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
-        view = flat_view(buffer)
-        if len(view):
-            view[:] = self.read_ranges([(path, offset, len(view))])[0]
-
-    def read_ranges(self, ranges: Sequence[tuple[str, int, int]]) -> list[bytes]:
-        fs = self._fs()
-        keys = [self._key(path) for path, _, _ in ranges]
-        results: list[bytes | None] = [b"" if nbytes == 0 else None for _, _, nbytes in ranges]
-
-        def fetch() -> None:
-            missing = [at for at, result in enumerate(results) if result is None]
-            starts = [ranges[at][1] for at in missing]
-            ends = [ranges[at][1] + ranges[at][2] for at in missing]
-            got = fs.cat_ranges([keys[at] for at in missing], starts, ends, on_error="return")
-            failure: Exception | None = None
-            for at, data in zip(missing, got, strict=True):
-                try:
-                    results[at] = self._checked_range(fs, keys[at], ranges[at], data)
-                except Exception as error:  # noqa: BLE001 - raised below; the batch's other results are kept
-                    if failure is None or (is_transient(failure) and not is_transient(error)):
-                        failure = error
-            if failure is not None:
-                raise failure
-
-        if None in results:
-            paths = sorted({path for path, _, _ in ranges})
-            attempt(paths[0] if len(paths) == 1 else f"{paths[0]} … {paths[-1]}", fetch)
-        return [result for result in results if result is not None]
-
-    def _checked_range(
-        self, fs: fsspec.AbstractFileSystem, key: str, wanted: tuple[str, int, int], data: object
-    ) -> bytes:
-        path, offset, nbytes = wanted
-        if isinstance(data, Exception):
-            if not is_transient(data) and not isinstance(data, FileNotFoundError):
-                self._refuse_short(fs, key, wanted)  # a range beyond the end is an error on some storages
-            raise typed_failure(data, path) if not is_transient(data) else data
-        assert isinstance(data, bytes | bytearray | memoryview)
-        if len(data) > nbytes:
-            raise StorageError.at(
-                path,
-                expected=f"{nbytes} bytes at offset {offset}",
-                got=f"{len(data)} bytes",
-                remedy="the server does not honour range requests",
-            )
-        if len(data) < nbytes:
-            self._refuse_short(fs, key, wanted)
-            raise ShortBodyError(f"{len(data)} of {nbytes} bytes at offset {offset}")
-        return bytes(data)
-
-    @staticmethod
-    def _refuse_short(fs: fsspec.AbstractFileSystem, key: str, wanted: tuple[str, int, int]) -> None:
-        path, offset, nbytes = wanted
-        fs.invalidate_cache()
-        size = fs.info(key)["size"]
-        if size is not None and size < offset + nbytes:
-            raise CorruptionError.at(
-                path,
-                expected=f"{nbytes} bytes at offset {offset}",
-                got=f"an object of {size} bytes",
-                remedy="the object was truncated: restore it, or run `hsfmt verify`",
-            )
+    def _open_reader(self) -> RangeReader:
+        _, fs, root = self._file_system()
+        client, faster = client_of(fs, root, self._url)
+        return RangeReader(client, self._place, faster)
 
     def size(self, path: str) -> int | None:
         fs, key = self._fs(), self._key(path)
@@ -131,11 +63,13 @@ class RemoteStore(Store):
             fs.invalidate_cache()
             try:
                 info = fs.info(key)
-            except (FileNotFoundError, NotADirectoryError):
+            except (FileNotFoundError, NotADirectoryError) as error:
+                if is_no_bucket(error):
+                    raise
                 return None
             return None if info.get("type") == "directory" else int(info["size"])
 
-        return attempt(path, fetch)
+        return attempt(path, fetch, self._place)
 
     def list(self, prefix: str) -> list[str]:
         fs, key = self._fs(), self._key(check_prefix(prefix))
@@ -144,12 +78,14 @@ class RemoteStore(Store):
             fs.invalidate_cache()
             try:
                 found = [str(name).rstrip("/") for name in fs.ls(key, detail=False)]
-            except (FileNotFoundError, NotADirectoryError):
+            except (FileNotFoundError, NotADirectoryError) as error:
+                if is_no_bucket(error):
+                    raise
                 return []
             # Object stores may list a placeholder of the folder itself.
             return sorted({name.rpartition("/")[2] for name in found if name not in {key, key.lstrip("/")}})
 
-        return attempt(prefix, fetch)
+        return attempt(prefix, fetch, self._place)
 
     def walk(self, prefix: str) -> Iterator[tuple[str, int]]:
         fs, key = self._fs(), self._key(check_prefix(prefix))
@@ -159,16 +95,18 @@ class RemoteStore(Store):
             fs.invalidate_cache()
             try:
                 found = fs.find(key, detail=True)
-            except (FileNotFoundError, NotADirectoryError):
+            except (FileNotFoundError, NotADirectoryError) as error:
+                if is_no_bucket(error):
+                    raise
                 return []
             below = [
                 (str(name).removeprefix(root).lstrip("/"), int(info.get("size") or 0)) for name, info in found.items()
             ]
-            return sorted(
-                (item for item in below if item[0] and item[0] != prefix), key=lambda item: item[0].split("/")
-            )
+            # An empty object with a slash at its end stands for a folder, to consoles and file browsers.
+            kept = (item for item in below if item[0] not in {"", prefix} and (item[1] or not item[0].endswith("/")))
+            return sorted(kept, key=lambda item: item[0].split("/"))
 
-        yield from attempt(prefix, fetch)
+        yield from attempt(prefix, fetch, self._place)
 
     def create(self, path: str, data: BytesLike) -> bool:
         """Create the object, unless it exists.
@@ -186,26 +124,65 @@ class RemoteStore(Store):
             attempts += 1
             if exclusive:
                 try:
-                    fs.pipe_file(key, body, mode="create")
-                except FileExistsError:
+                    self._put(key, body, mode="create")
+                except OSError as error:
+                    if not is_taken(error):
+                        raise
                     # After a failed attempt that may have arrived, the one in our way can be ourselves.
                     return attempts > 1 and bytes(fs.cat_file(key)) == body
                 return True
             fs.invalidate_cache()
             if fs.exists(key):
                 return attempts > 1 and bytes(fs.cat_file(key)) == body
-            fs.pipe_file(key, body)
+            self._put(key, body)
             return bytes(fs.cat_file(key)) == body
 
-        return attempt(path, put)
+        self._written(path)
+        return attempt(path, put, self._place)
 
     def write(self, path: str, data: BytesLike) -> None:
-        fs, key, body = self._fs(), self._key(path), bytes(data)
-        attempt(path, lambda: fs.pipe_file(key, body))
+        key, body = self._key(path), bytes(data)
+        self._written(path)
+        attempt(path, lambda: self._put(key, body), self._place)
+
+    def _put(self, key: str, body: bytes, **options: Any) -> None:
+        fs = self._fs()
+        if isinstance(fs, AsyncFileSystem) and "::" not in self._url:
+            # Drivers do not notice a server that is silent before it takes the body.
+            options["timeout"] = _PATIENCE * timeout_seconds() + len(body) / _SLOWEST_NBYTES_A_SECOND
+        fs.pipe_file(key, body, **options)
 
     def open_object(self, path: str) -> ObjectWriter:
-        fs, key = self._fs(), self._key(path)
-        return _RemoteObjectWriter(path, key, fs, attempt(path, lambda: fs.open(key, "wb")))
+        fs, key, place = self._fs(), self._key(path), self._place
+        self._written(path)
+        s3 = self._s3()
+        if s3 is not None:
+            return S3ObjectWriter(s3, path, place)
+        answered = place.answered
+        file = attempt(path, lambda: fs.open(key, "wb"), place)
+        place.answered = answered  # there may have been no request yet
+        return _RemoteObjectWriter(path, key, fs, file, place)
+
+    def unfinished_uploads(self) -> Sequence[Upload]:
+        s3 = self._s3()
+        return [] if s3 is None else attempt("", lambda: sync(get_loop(), list_uploads, s3), self._place)
+
+    def abort_upload(self, upload: Upload) -> None:
+        s3, path = self._s3(), check_path(upload.path)
+        if s3 is None:
+            return
+        request = partial(s3.call, UploadId=upload.upload_id)
+
+        def abort() -> None:
+            with suppress(FileNotFoundError):
+                sync(get_loop(), request, "abort_multipart_upload", path)
+
+        attempt(path, abort, self._place)
+
+    def _s3(self) -> S3Client | None:
+        """Return what makes requests of S3's own, None where this is another storage."""
+        client = self._reader().client
+        return client if isinstance(client, S3Client) else None
 
     def sync(self, directories: Iterable[str]) -> None:
         for directory in directories:
@@ -215,7 +192,67 @@ class RemoteStore(Store):
         fs, key = self._fs(), self._key(path)
         if self.size(path) is None:  # object stores report success for a key that never was
             raise NotFoundError.at(path, expected="an object", got="nothing of that name")
-        attempt(path, lambda: fs.rm_file(key))
+        self._written(path)
+        attempts = 0
+
+        def delete() -> None:
+            nonlocal attempts
+            attempts += 1
+            try:
+                fs.rm_file(key)
+            except FileNotFoundError:
+                if attempts == 1:
+                    raise
+                # A failed attempt did arrive, and only its answer was lost.
+
+        attempt(path, delete, self._place)
+
+    def modified(self, path: str) -> float | None:
+        fs, key = self._fs(), self._key(path)
+
+        def fetch() -> float | None:
+            fs.invalidate_cache()
+            try:
+                return float(fs.modified(key).timestamp())
+            except (FileNotFoundError, NotADirectoryError, NotImplementedError, KeyError, AttributeError):
+                return None
+
+        return attempt(path, fetch, self._place)
+
+    def shares_storage(self, source: Store) -> bool:
+        return (
+            isinstance(source, RemoteStore)
+            and type(self._fs()) is type(source._fs())  # noqa: SLF001  its own kind
+            and self._options == source._options  # noqa: SLF001  likewise
+            and "::" not in self._url + source._url  # noqa: SLF001  likewise
+        )
+
+    def link(self, source: Store, path: str) -> bool:
+        if not isinstance(source, RemoteStore) or not self.shares_storage(source):
+            return False
+        fs, origin, key = self._fs(), source._key(path), self._key(path)  # noqa: SLF001  likewise
+        nbytes = source.size(path)
+        if nbytes is None:
+            raise NotFoundError.at(path, expected="an object", got="nothing of that name")
+        self._written(path)
+        try:
+            attempt(path, lambda: fs.cp_file(origin, key), self._place)
+        except StorageError as error:
+            if isinstance(error.__cause__, NotImplementedError):
+                return False
+            raise
+        if self.size(path) != nbytes:
+            raise StorageError.at(path, expected=f"{nbytes} bytes copied", got=f"{self.size(path)} bytes")
+        return True
+
+    def _written(self, path: str) -> None:
+        """Note that an object is about to become another one by our own hand; refuse where that can't be."""
+        cache = next((each for each in self._url.split("::")[:-1] if each.partition("://")[0] in _CACHES), None)
+        if cache is not None:
+            got, remedy = f"a cache before it, {cache}", f"leave out {cache}::"
+            raise UsageError.at(self.url, expected="a place to write to", got=got, remedy=remedy)
+        if self._reading is not None:
+            self._reading[1].forget(path)
 
     def _fs(self) -> fsspec.AbstractFileSystem:
         return self._file_system()[1]
@@ -232,29 +269,40 @@ class RemoteStore(Store):
             return opened
         # No lock, which a fork could copy while it is held: two threads at most make a file system too many.
         opened = self._opened = (os.getpid(), *self._connected())
+        abandoned_in_child(opened[1])
         return opened
+
+    def _fs_options(self) -> dict[str, Any]:
+        """Return what the file system is made with."""
+        return s3_options(self._options) if self._url.startswith(("s3://", "s3a://")) else self._options
 
     def _connected(self) -> tuple[fsspec.AbstractFileSystem, str]:
         try:
-            fs, root = url_to_fs(self.url, **{"skip_instance_cache": True, **self._options})
+            if is_gcs(self._url):
+                fs, root = gcs_file_system(self._url, self._options, self._place)
+            else:
+                fs, root = url_to_fs(self._url, **{"skip_instance_cache": True, **self._fs_options()})
         except ImportError as error:
-            raise UsageError.at(
-                self.url, expected="an installed driver", got=str(error), remedy="install the package it names"
-            ) from error
+            raise missing_driver(self.url, error) from error
+        except HsfmtError:
+            raise
         except ValueError as error:
-            raise UsageError.at(self.url, expected="a URL that fsspec knows", got=str(error)) from error
-        except Exception as error:
-            raise typed_failure(error, self.url) from error
+            got = self._place.redacted(str(error))
+            raise UsageError.at(self.url, expected="a URL that fsspec knows", got=got) from shown(error, self._place)
+        except Exception as error:  # noqa: BLE001  raised typed
+            raise typed_failure(error, self.url, self._place) from shown(error, self._place)
         return fs, root.rstrip("/")
 
 
 class _RemoteObjectWriter(ObjectWriter):
-    def __init__(self, path: str, key: str, fs: fsspec.AbstractFileSystem, file: IO[bytes]) -> None:
+    def __init__(self, path: str, key: str, fs: fsspec.AbstractFileSystem, file: IO[bytes], place: Place) -> None:
         self.nbytes = 0
+        self._place = place
         self._path = path
         self._key = key
         self._fs = fs
         self._file: IO[bytes] | None = file
+        self._crc32c = 0
 
     def write(self, data: BytesLike) -> None:
         view = flat_view(data)
@@ -262,23 +310,26 @@ class _RemoteObjectWriter(ObjectWriter):
             self._open_file().write(view)
         except HsfmtError:
             raise
-        except Exception as error:
-            raise typed_failure(error, self._path) from error
+        except Exception as error:  # noqa: BLE001  raised typed
+            raise typed_failure(error, self._path, self._place) from shown(error, self._place)
         self.nbytes += len(view)
+        self._crc32c = google_crc32c.extend(self._crc32c, np.frombuffer(view, np.uint8))
 
     def commit(self) -> None:
         try:
             self._open_file().close()
-            self._fs.invalidate_cache()
-            nbytes = self._fs.info(self._key)["size"]
-        except HsfmtError:
-            raise
-        except Exception as error:
-            self.abort()
-            raise typed_failure(error, self._path) from error
+            nbytes, crc32c = attempt(self._path, self._stored, self._place)
+        except Exception as error:  # noqa: BLE001  raised typed
+            if self._file is not None:
+                self.abort()
+            raise typed_failure(error, self._path, self._place) from shown(error, self._place)
         self._file = None
         if nbytes != self.nbytes:
             raise StorageError.at(self._path, expected=f"{self.nbytes} bytes stored", got=f"{nbytes} bytes")
+        expected = base64.b64encode(self._crc32c.to_bytes(4, "big")).decode()
+        if crc32c not in {None, expected}:
+            remedy = "it was altered on the way: write it again"
+            raise StorageError.at(self._path, expected=f"CRC-32C {expected}", got=crc32c, remedy=remedy)
 
     def abort(self) -> None:
         file, self._file = self._file, None
@@ -288,15 +339,27 @@ class _RemoteObjectWriter(ObjectWriter):
             file.discard()  # type: ignore[attr-defined]  # ends a multipart upload
         with suppress(Exception):
             file.closed = True  # type: ignore[misc]  # or the garbage collector would close it, which commits it
+        if _PROTOCOLS_OF_WHOLE_OBJECTS.intersection(_protocols(self._fs)):
+            return  # what is under the name now was there before, or was committed by somebody else
         with suppress(Exception):
             self._fs.invalidate_cache()
             if self._fs.exists(self._key):
                 self._fs.rm_file(self._key)
 
+    def _stored(self) -> tuple[int, str | None]:
+        """Return the object's size and, where the storage has it (GCS), its checksum."""
+        self._fs.invalidate_cache()
+        info = self._fs.info(self._key)
+        return int(info["size"]), info.get("crc32c")
+
     def _open_file(self) -> IO[bytes]:
         if self._file is None:
             raise StorageError.at(self._path, expected="an object still open", got="one committed or aborted")
         return self._file
+
+
+def _protocols(fs: fsspec.AbstractFileSystem) -> tuple[str, ...]:
+    return (fs.protocol,) if isinstance(fs.protocol, str) else tuple(fs.protocol)
 
 
 def _has_conditional_create(fs: fsspec.AbstractFileSystem) -> bool:

@@ -11,6 +11,7 @@ from hsfmt.errors import NotFoundError, Problem, StorageError, UsageError
 from hsfmt.readers.sources.base import Stray
 from hsfmt.readers.sources.folder import Folder, SourceFile, natural_key
 from hsfmt.readers.sources.sample_names import HIDDEN
+from hsfmt.storage.redaction import redacted
 
 
 def list_folder(folder: str | os.PathLike[str]) -> Folder:
@@ -21,11 +22,15 @@ def list_folder(folder: str | os.PathLike[str]) -> Folder:
     NotFoundError
         There is no such folder, or no file in it.
     UsageError
-        It is not a folder, or holds one whose name is not UTF-8.
+        It is not a folder of this machine, or holds one whose name is not UTF-8.
     StorageError
         A subfolder can't be listed: its files would be left out silently.
     """
     root = Path(folder)
+    if not root.exists() and "://" in os.fspath(folder):
+        # Files are mapped into memory, and looked at in many places, before any of them is read.
+        remedy = "copy it here first, as `aws s3 sync` does it, or mount it; the dataset may be at a URL"
+        raise UsageError.at(redacted(os.fspath(folder)), expected="a local folder of files", got="a URL", remedy=remedy)
     if not root.exists():
         raise NotFoundError.at(str(root), expected="a folder of files to convert", got="nothing")
     if not root.is_dir():

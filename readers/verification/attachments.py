@@ -58,7 +58,7 @@ def check_attachments(store: Store, findings: Findings, entries: Iterable[FileEn
                 if actual != entry.digest:
                     raise _fault(entry, actual)
 
-        read_twice(findings, entry.path, fetch, corrupt="attachment")
+        read_twice(findings, entry.path, fetch, corrupt="attachment", store=store)
 
 
 def _fault(entry: FileEntry, got: str) -> CorruptionError:
@@ -76,7 +76,7 @@ def check_unnamed(store: Store, findings: Findings, path: str, nbytes: int) -> b
         if actual != f"{digests.ALGORITHM}:{match[1]}":
             raise CorruptionError.at(path, expected=f"digest {match[1]}, as its folder is named", got=actual)
 
-    read_twice(findings, path, fetch, corrupt="attachment")
+    read_twice(findings, path, fetch, corrupt="attachment", store=store)
     if not findings.has_error(path):
         findings.add("info", "uncommitted", path, expected="a snapshot that names it", got=f"{nbytes} bytes")
     return True

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from hsfmt import digests, layout, tables
 from hsfmt.errors import CorruptionError, FormatError
 from hsfmt.index import PartIndex, parse_index
-from hsfmt.manifest import FileEntry, implied_documents
+from hsfmt.manifest import FileEntry, PartManifest, implied_documents
 from hsfmt.readers.verification.attachments import check_unnamed
 from hsfmt.readers.verification.objects import file_digest, read_twice
 from hsfmt.readers.verification.part_context import PartContext
@@ -33,7 +33,7 @@ def check_documents(context: PartContext) -> None:
                 got = f"{len(data)} bytes that differ from byte {place} on"
                 raise CorruptionError.at(path, expected=f"the {len(body)} bytes that the manifest implies", got=got)
 
-        read_twice(context.findings, path, same, corrupt="zarr_json")
+        read_twice(context.findings, path, same, corrupt="zarr_json", store=context.store)
         context.advance(len(body))
         context.counts.nbytes += len(body)
 
@@ -54,7 +54,7 @@ def load_index(context: PartContext) -> PartIndex | None:
             raise CorruptionError.at(entry.path, expected=expected, got=f"{len(data)} bytes, {actual}")
         return parse_index(data, context.manifest.part, context.manifest.columns, entry.path)
 
-    index = read_twice(context.findings, entry.path, fetch)
+    index = read_twice(context.findings, entry.path, fetch, store=context.store)
     context.advance(entry.nbytes)
     if index is not None:
         context.counts.nbytes += entry.nbytes
@@ -83,13 +83,17 @@ def _check_index(context: PartContext, index: PartIndex) -> None:
         context.findings.error("sample_id", f"{path}: ids", expected="each id once in the part", got=got, samples=ids)
 
 
-def check_shard_digests(context: PartContext) -> None:
-    """Compare the digest of every shard, read in blocks."""
-    documents = implied_documents(context.manifest.part, context.manifest.columns)
-    for entry in context.manifest.files:
-        if entry.path in documents or entry.path == context.manifest.index_file.path or entry.path in context.unusable:
-            continue
-        _check_digest(context, entry)
+def shard_entries(manifest: PartManifest) -> list[FileEntry]:
+    """Return the entries of a part's shards: what is neither a document nor its index."""
+    index = manifest.index_file.path
+    return [entry for entry in manifest.files if entry.path != index and not entry.path.endswith("/zarr.json")]
+
+
+def check_shard_digests(context: PartContext, paths: Collection[str] | None = None) -> None:
+    """Compare the digest of every shard, or of those at `paths`, read in blocks."""
+    for entry in shard_entries(context.manifest):
+        if entry.path not in context.unusable and (paths is None or entry.path in paths):
+            _check_digest(context, entry)
 
 
 def _check_digest(context: PartContext, entry: FileEntry) -> None:
@@ -98,7 +102,7 @@ def _check_digest(context: PartContext, entry: FileEntry) -> None:
         if actual != entry.digest:
             raise CorruptionError.at(entry.path, expected=f"digest {entry.digest}", got=actual)
 
-    read_twice(context.findings, entry.path, fetch, corrupt="digest")
+    read_twice(context.findings, entry.path, fetch, corrupt="digest", store=context.store)
     context.counts.nbytes += entry.nbytes
 
 

@@ -68,7 +68,7 @@ def load_header(store: Store, findings: Findings) -> Header | None:
 def load_pointer(store: Store, findings: Findings) -> Pointer | None:
     """Return the pointer, None where it can't be used, or is not there.
 
-    That is a warning if there is no snapshot either, else an error (rule VFY-15).
+    That is a warning (rule VFY-15): a first seal that was cut leaves a snapshot without one, and readers refuse it.
     """
 
     def fetch() -> Pointer | None:
@@ -83,8 +83,8 @@ def load_pointer(store: Store, findings: Findings) -> Pointer | None:
         time.sleep(_SEAL_SECONDS)  # a first seal writes its snapshot, makes it durable, and then points at it
         pointer = read_twice(own, layout.POINTER, fetch)
         if pointer is None and not own.items:
-            got = f"none, and {n_snapshots} snapshots that nothing points at"
-            own.error("missing", layout.POINTER, expected="a pointer to a snapshot", got=got)
+            got = f"none, and {n_snapshots} snapshots: a first seal was cut, or the pointer is lost"
+            own.add("warning", "no_pointer", layout.POINTER, expected="a pointer to a snapshot", got=got)
     elif pointer is None and not own.items:
         own.add("warning", "never_sealed", layout.POINTER, expected="a pointer to a snapshot", got="none")
     findings.items += own.items
@@ -105,7 +105,7 @@ def load_snapshot(store: Store, findings: Findings, fingerprint: str) -> LoadedS
         snapshot = parse_snapshot(data, path, fingerprint)
         return snapshot, len(data), tables.parse(data, path).metadata.get("attachments")
 
-    loaded = read_twice(findings, path, fetch)
+    loaded = read_twice(findings, path, fetch, store=store)
     if loaded is None:
         return None
     snapshot, nbytes, listed = loaded
@@ -117,7 +117,7 @@ def load_snapshot(store: Store, findings: Findings, fingerprint: str) -> LoadedS
             raise CorruptionError.at(ids_path, expected=f"{snapshot.ids_nbytes} bytes", got=f"{len(data)} bytes")
         return ids
 
-    ids = read_twice(findings, ids_path, fetch_ids)
+    ids = read_twice(findings, ids_path, fetch_ids, store=store)
     return LoadedSnapshot(snapshot, nbytes, ids, parse_attachments(listed, findings, path))
 
 

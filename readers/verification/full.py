@@ -7,7 +7,7 @@ them.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ from hsfmt.errors import FormatError
 from hsfmt.index import PartIndex
 from hsfmt.layout import column_folder
 from hsfmt.readers.verification.part_context import PartContext
+from hsfmt.readers.verification.report import Counts, Findings
 from hsfmt.readers.verification.shards import Block, ColumnReader
 
 _SAMPLE_TAG = b"hsfmt:sample:1\0"
@@ -27,49 +28,94 @@ _EXTRA_TAG = b"hsfmt:extras:1\0"
 
 
 @dataclass(slots=True)
-class _SampleFaults:
-    """Faults of samples, gathered into one finding a kind and place."""
+class SampleFaults:
+    """Faults of samples of a part, gathered into one finding a kind and place.
 
-    kinds: dict[tuple[str, str, str], list[tuple[int, str, str]]] = field(default_factory=dict)
+    Attributes
+    ----------
+    kinds
+        (severity, code, where) to (row, sample id, expected, got) of each sample.
+    """
 
-    def note(self, row: int, code: str, where: str, expected: str, got: str, severity: str = "error") -> None:
-        self.kinds.setdefault((severity, code, where), []).append((row, expected, got))
+    kinds: dict[tuple[str, str, str], list[tuple[int, str, str, str]]] = field(default_factory=dict)
 
-    def report(self, context: PartContext) -> None:
+    def extend(self, later: SampleFaults) -> None:
+        """Add those of later rows."""
+        for kind, faults in later.kinds.items():
+            self.kinds.setdefault(kind, []).extend(faults)
+
+    def report(self, findings: Findings) -> None:
+        """Make findings of them."""
         for (severity, code, where), faults in self.kinds.items():
-            row, expected, got = faults[0]
-            ids = context.sample_ids(row for row, *_ in faults)
+            row, sample_id, expected, got = faults[0]
             more = f"; {len(faults) - 1} more samples likewise" if len(faults) > 1 else ""
-            got = f"{got} in sample {ids[0]!r} (row {row}){more}"
-            context.findings.add(severity, code, where, expected=expected, got=got, samples=ids)
+            got = f"{got} in sample {sample_id!r} (row {row}){more}"
+            ids = [sample_id for _, sample_id, *_ in faults]
+            findings.add(severity, code, where, expected=expected, got=got, samples=ids)
+
+
+def owned_shards(column: Column, number: int, n_slices: int) -> range:
+    """Return the shards of a column that slice `number` of a part checks whole; each is in just one slice."""
+    first, end = (-(-edge * column.n_shards // n_slices) for edge in (number, number + 1))
+    return range(first, end)
 
 
 class PartDecoder:
-    """Decodes a part front to back, sample by sample, holding one chunk row a column.
+    """Decodes a part, or a slice of it, front to back, sample by sample, holding one chunk row a column.
+
+    A slice is a shard of the states, the share of the other columns' shards that falls to it, and the samples that
+    begin in that shard. What these need of other shards is read too.
 
     Parameters
     ----------
     context
         The part; its index has been parsed.
+    number, n_slices
+        Which slice: all of them together check the part.
+
+    Attributes
+    ----------
+    faults
+        Of samples, by `check_samples`.
+    elsewhere
+        Where findings about files of other slices go.
     """
 
-    def __init__(self, context: PartContext) -> None:
+    def __init__(self, context: PartContext, number: int = 0, n_slices: int = 1) -> None:
         assert context.index is not None
         self._context = context
         self._index: PartIndex = context.index
         self._columns = context.manifest.columns
-        self._readers = {name: ColumnReader(context, column) for name, column in self._columns.items()}
+        self.elsewhere = replace(
+            context, findings=Findings(), counts=Counts(), advance=lambda _: None, unusable=set(context.unusable)
+        )
+        self._readers = {
+            name: ColumnReader(context, column, owned_shards(column, number, n_slices), self.elsewhere)
+            for name, column in self._columns.items()
+        }
         self._extras = sorted(name for name in self._columns if name not in (STATES, IDS, MASK))
-        self._faults = _SampleFaults()
+        self.faults = SampleFaults()
+        step = self._columns[STATES].shard_rows
+        starts = self._index.token_offsets[:-1]
+        first, end = (int(np.searchsorted(starts, edge * step)) for edge in (number, number + 1))
+        self._samples = range(first, self._index.n_samples if number == n_slices - 1 else end)
 
     def check(self) -> None:
         """Decode and check everything; findings are in the context afterwards."""
-        for row in range(self._index.n_samples):
+        self.check_samples()
+        self.faults.report(self._context.findings)
+
+    def check_samples(self) -> None:
+        """Decode and check everything; what is wrong with samples stays in `faults`."""
+        for row in self._samples:
             self._check_content(row)
             self._check_extras(row)
         for reader in self._readers.values():
             reader.finish()
-        self._faults.report(self._context)
+
+    def _note(self, row: int, code: str, where: str, expected: str, got: str, severity: str = "error") -> None:
+        (sample_id,) = self._context.sample_ids([row])
+        self.faults.kinds.setdefault((severity, code, where), []).append((row, sample_id, expected, got))
 
     def _where(self, column: str) -> str:
         return column_folder(self._context.manifest.part, column)
@@ -88,9 +134,7 @@ class PartDecoder:
         whole &= self._add_states(state, row, start, stop)
         stored = self._index.content_digest[row].tobytes()
         if whole and state.digest() != stored:
-            self._faults.note(
-                row, "content_digest", self._index_where("content_digest"), state.hexdigest(), stored.hex()
-            )
+            self._note(row, "content_digest", self._index_where("content_digest"), state.hexdigest(), stored.hex())
 
     def _add_ids(self, state: xxhash.xxh3_128, row: int, start: int, stop: int) -> bool:
         whole, negative = True, 0
@@ -104,7 +148,7 @@ class PartDecoder:
             state.update(ids.data)
         if negative:
             got = f"{negative} negative ids"
-            self._faults.note(row, "negative_ids", self._where(IDS), "token ids from 0 on", got, "warning")
+            self._note(row, "negative_ids", self._where(IDS), "token ids from 0 on", got, "warning")
         return whole
 
     def _add_mask(self, state: xxhash.xxh3_128, row: int, start: int, stop: int) -> bool:
@@ -118,14 +162,14 @@ class PartDecoder:
             other += int(np.count_nonzero(mask > 1))
             state.update(mask.data)
         if other:
-            self._faults.note(row, "loss_mask", self._where(MASK), "0 or 1", f"{other} other values")
+            self._note(row, "loss_mask", self._where(MASK), "0 or 1", f"{other} other values")
         stored = int(self._index.n_supervised[row])
         if whole and supervised != stored:
             where = self._index_where("n_supervised")
-            self._faults.note(row, "n_supervised", where, f"{supervised}, as the mask has", str(stored))
+            self._note(row, "n_supervised", where, f"{supervised}, as the mask has", str(stored))
         if whole and not self._index.loss_mask_given[row] and supervised != stop - start:
             where, got = self._index_where("loss_mask_given"), f"a mask with {supervised} ones of {stop - start}"
-            self._faults.note(row, "loss_mask", where, "all ones where no mask was given", got)
+            self._note(row, "loss_mask", where, "all ones where no mask was given", got)
         return whole
 
     def _add_states(self, state: xxhash.xxh3_128, row: int, start: int, stop: int) -> bool:
@@ -140,11 +184,11 @@ class PartDecoder:
             state.update(block.data)
         if nonfinite:
             got = f"{nonfinite} NaN or Inf values"
-            self._faults.note(row, "nonfinite", self._where(STATES), "finite states", got, "warning")
+            self._note(row, "nonfinite", self._where(STATES), "finite states", got, "warning")
         if zero:
             n_rows = (stop - start) * self._columns[STATES].n_planes
             got = f"{zero} of {n_rows} states [token, layer] zero throughout"
-            self._faults.note(row, "all_zero", self._where(STATES), "states that are not all zero", got, "warning")
+            self._note(row, "all_zero", self._where(STATES), "states that are not all zero", got, "warning")
         return whole
 
     def _check_extras(self, row: int) -> None:
@@ -156,7 +200,7 @@ class PartDecoder:
             whole &= self._add_extra(state, row, self._columns[name])
         stored = self._index.extra_digest[row].tobytes()
         if whole and state.digest() != stored:
-            self._faults.note(row, "extra_digest", self._index_where("extra_digest"), state.hexdigest(), stored.hex())
+            self._note(row, "extra_digest", self._index_where("extra_digest"), state.hexdigest(), stored.hex())
 
     def _add_extra(self, state: xxhash.xxh3_128, row: int, column: Column) -> bool:
         valid = bool(self._index.valid[column.name][row])
@@ -180,9 +224,9 @@ class PartDecoder:
                 nulls |= bool(block.any())
         if nulls:
             expected = "no rows of a null value" if column.kind == "ragged" else "zeros in the rows of a null value"
-            self._faults.note(row, "values", self._where(column.name), expected, "other ones")
+            self._note(row, "values", self._where(column.name), expected, "other ones")
         if other:
-            self._faults.note(row, "values", self._where(column.name), "0 or 1 in bool", f"{other} other values")
+            self._note(row, "values", self._where(column.name), "0 or 1 in bool", f"{other} other values")
         return whole or not valid
 
     def _extra_rows(self, column: Column, row: int) -> tuple[int, int]:
@@ -196,10 +240,10 @@ class PartDecoder:
         try:
             document = canonical.loads(meta, where, metadata=True)
         except FormatError as error:
-            self._faults.note(row, "metadata", where, "a JSON object", error.problems[0].got)
+            self._note(row, "metadata", where, "a JSON object", error.problems[0].got)
             return
         if not isinstance(document, dict):
-            self._faults.note(row, "metadata", where, "a JSON object", type(document).__name__)
+            self._note(row, "metadata", where, "a JSON object", type(document).__name__)
 
 
 def _n_nonfinite(block: Block, element: DType) -> int:

@@ -5,7 +5,9 @@ Spec: rule VFY-4.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
 
 import xxhash
@@ -19,7 +21,9 @@ BLOCK_NBYTES = 8 << 20
 _T = TypeVar("_T")
 
 
-def read_twice(findings: Findings, path: str, fetch: Callable[[], _T], corrupt: str = "corrupt") -> _T | None:
+def read_twice(
+    findings: Findings, path: str, fetch: Callable[[], _T], corrupt: str = "corrupt", store: Store | None = None
+) -> _T | None:
     """Return what `fetch` returns, tried twice; None after a second failure, which is then a finding.
 
     Parameters
@@ -32,6 +36,8 @@ def read_twice(findings: Findings, path: str, fetch: Callable[[], _T], corrupt: 
         Reads and checks; raises an error of this package.
     corrupt
         Code of the finding where the bytes are not the right ones.
+    store
+        If given, the second try is made past the page cache of this machine, where the system allows.
     """
     try:
         return fetch()
@@ -39,14 +45,28 @@ def read_twice(findings: Findings, path: str, fetch: Callable[[], _T], corrupt: 
         findings.raised(error, path)
         return None
     except HsfmtError as error:
-        first = error
+        first = str(error)  # not the error: its frames hold what was read
+    if store is not None:
+        forget_cached(store, path)
     try:
         result = fetch()
     except HsfmtError as error:
         findings.raised(error, path, corrupt)
         return None
-    unstable(findings, path, str(first))
+    unstable(findings, path, first)
     return result
+
+
+def forget_cached(store: Store, path: str) -> None:
+    """Ask the system to drop a local file from its page cache, so that the next read is one of the device."""
+    if not store.is_local or not hasattr(os, "posix_fadvise"):
+        return
+    with suppress(OSError, HsfmtError):
+        fd = os.open(store.local_path(path) or "", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
 
 
 def unstable(findings: Findings, path: str, got: str) -> None:

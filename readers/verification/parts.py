@@ -16,7 +16,7 @@ import xxhash
 from hsfmt.index import PartIndex
 from hsfmt.manifest import PartManifest
 from hsfmt.readers.verification.complete import check_documents, check_shard_digests, load_index
-from hsfmt.readers.verification.full import PartDecoder
+from hsfmt.readers.verification.full import PartDecoder, SampleFaults
 from hsfmt.readers.verification.part_context import Advance, PartContext
 from hsfmt.readers.verification.quick import check_sizes, load_manifest
 from hsfmt.readers.verification.report import Counts, Findings
@@ -87,6 +87,59 @@ class PartOutcome:
     manifest: PartManifest | None = None
     manifest_nbytes: int = 0
     rows: PartRows | None = field(default=None, repr=False)
+    unusable: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class DataTask:
+    """Shards of a part to verify.
+
+    Attributes
+    ----------
+    store, manifest, level
+        The dataset, the part's manifest as parsed, and the tier.
+    paths
+        Shards to read, of those that are there.
+    unusable
+        Files that are known to be missing.
+    number, n_slices
+        Tier full: which slice of the part it is, of `paths` and the samples that begin in it (see `PartDecoder`).
+    """
+
+    store: Store
+    manifest: PartManifest
+    level: str
+    paths: frozenset[str]
+    unusable: frozenset[str]
+    number: int = 0
+    n_slices: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class DataResult:
+    """What verifying shards found.
+
+    Attributes
+    ----------
+    findings, counts
+        Of these shards.
+    elsewhere
+        Findings about shards that others verify, and that were read for samples which reach into them.
+    faults
+        Of samples.
+    """
+
+    findings: Findings
+    counts: Counts
+    elsewhere: Findings
+    faults: SampleFaults
+
+    @property
+    def is_fine(self) -> bool:
+        """Whether all was read, at the first try, and found to be right."""
+        items = [*self.findings.items, *self.elsewhere.items]
+        severities = {item.severity for item in items} | {severity for severity, *_ in self.faults.kinds}
+        return "error" not in severities and not {item.code for item in items} & {"unstable_read", "not_checked"}
 
 
 def check_part(task: PartTask, advance: Advance = lambda _: None) -> PartOutcome:
@@ -110,6 +163,12 @@ def check_part(task: PartTask, advance: Advance = lambda _: None) -> PartOutcome
     )
     context = PartContext(task.store, manifest, findings, counts, advance)
     check_sizes(context, task.sizes)
+    if task.level == "documents" and manifest.columns:
+        check_documents(context)
+        index = load_index(context)
+        rows = _rows(index) if index is not None else None
+        _name_samples(context)
+        return PartOutcome(task.part, findings, counts, manifest, nbytes, rows, frozenset(context.unusable))
     if task.level == "quick" or not manifest.columns:
         return PartOutcome(task.part, findings, counts, manifest, nbytes)
     check_documents(context)
@@ -126,6 +185,29 @@ def check_part(task: PartTask, advance: Advance = lambda _: None) -> PartOutcome
         return PartOutcome(task.part, findings, counts, manifest, nbytes)
     _name_samples(context)
     return PartOutcome(task.part, findings, counts, manifest, nbytes, _rows(index))
+
+
+def check_data(task: DataTask, advance: Advance = lambda _: None) -> DataResult:
+    """Verify shards of one part, whose documents and sizes `check_part` has judged at level "documents"."""
+    known = PartContext(task.store, task.manifest, Findings(), Counts(), lambda _: None, set(task.unusable))
+    context = PartContext(task.store, task.manifest, Findings(), Counts(), advance, set(task.unusable))
+    if task.level == "full":
+        context.index = load_index(known)
+    elsewhere, faults = Findings(), SampleFaults()
+    if context.index is None:
+        if task.level == "full":
+            where = task.manifest.index_file.path
+            got = "an index that can't be used: its shards were compared as whole files only"
+            context.findings.add("info", "not_checked", where, expected="every chunk decoded", got=got)
+        check_shard_digests(context, task.paths)
+    else:
+        decoder = PartDecoder(context, task.number, task.n_slices)
+        decoder.check_samples()
+        elsewhere, faults = decoder.elsewhere.findings, decoder.faults
+    if any(item.severity == "error" for item in context.findings.items):
+        context.index = context.index or load_index(known)
+        _name_samples(context)
+    return DataResult(context.findings, context.counts, elsewhere, faults)
 
 
 def _name_samples(context: PartContext) -> None:

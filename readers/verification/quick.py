@@ -24,7 +24,7 @@ def load_manifest(store: Store, findings: Findings, part: str) -> tuple[PartMani
         data = store.read(path, MAX_MANIFEST_NBYTES)
         return parse_manifest(data, part, path), len(data)
 
-    return read_twice(findings, path, fetch) or (None, 0)
+    return read_twice(findings, path, fetch, store=store) or (None, 0)
 
 
 def check_sizes(context: PartContext, sizes: Mapping[str, int]) -> None:

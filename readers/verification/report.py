@@ -18,28 +18,26 @@ from hsfmt.errors import (
     NotFoundError,
     StorageError,
 )
-from hsfmt.root import ROOT_REMEDY
 from hsfmt.snapshot import RETRACT_AGAIN
 
 SEVERITIES = ("error", "warning", "info")
-# In this order it works also for a dataset of one part, and the writer's own seal does not refuse in between.
-_INSTEAD = (
-    "remove hsfmt/manifests/<part>.json, write or convert its samples again without sealing (seal=False, --no-seal), "
-    "and run `hsfmt seal --drop-missing`"
-)
-_RESTORE = f"restore the file from a copy; or {_INSTEAD}"
-_OLD = "nothing, unless it is read by its fingerprint: restore the file from a copy, or remove the snapshot's folder"
-_RETRACT = "Python: hsfmt.seal(url, retract=[ids])"
+_REPAIR = "`hsfmt repair URL --dry-run`"
+_RESTORE = f"restore the file from a copy; or {_REPAIR} says which samples can be saved without it"
+_OLD = f"nothing, unless it is read by its fingerprint: restore the file from a copy; or {_REPAIR}, which sets it aside"
+_SUPERSEDED = "none: only older snapshots use it; `hsfmt gc` removes what nothing uses any more"
+_RETRACT = "`hsfmt retract URL ID...`"
 REMEDIES = {
     "missing": _RESTORE,
     "foreign": "none: file browsers, NFS, version control and dataset hubs leave such files, which touch no data",
     "unexpected": "move it out of the dataset, if nothing of yours needs it",
-    "temporary": "none while a writer runs; else remove it: an interrupted write left it",
-    "uncommitted": "none while a writer runs; else remove it: what no manifest or snapshot names is not in the dataset",
+    "quarantined": "look at it, or let `hsfmt gc` remove it: nothing uses it",
+    "temporary": "none while a writer runs; else `hsfmt gc` removes it: an interrupted write left it",
+    "uncommitted": "none while a writer runs; else `hsfmt gc` removes it: no manifest or snapshot names it",
     "newer_parts": "run `hsfmt seal` to serve them",
     "never_sealed": 'run `hsfmt seal`, or read with snapshot="live"',
-    "incomplete_snapshot": "remove the folder if no seal is running: a seal was interrupted, or its index was lost",
-    "old_snapshot": _OLD,
+    "incomplete_snapshot": "none while a seal runs; else `hsfmt gc` removes it: a seal was cut, or its index lost",
+    "no_pointer": f"run `hsfmt seal`; if it was sealed before, {RETRACT_AGAIN}",
+    "old_snapshot": "nothing, unless it is read by its fingerprint; `hsfmt gc --keep-snapshots` removes it",
     "shadowed_different": "the first part's is served; compare the producers, or retract the ids if neither is right "
     f"({_RETRACT})",
     "size": _RESTORE,
@@ -48,12 +46,11 @@ REMEDIES = {
     "malformed": _RESTORE,
     "newer_format": "install a newer hsfmt (pip install -U hsfmt)",
     "header": "move a part of another meaning, all files that its manifest lists, to a dataset of its own; if "
-    f"zarr.json was changed: restore it from a copy, or remove it and {ROOT_REMEDY}",
+    f"zarr.json was changed: restore it from a copy, or {_REPAIR} says whether the manifests tell what it was",
     "unreadable": "check permissions, network and the device, then verify again",
     "unstable_read": "the data is fine, the way to it is not: check memory, disk and network of this machine",
-    "zarr_json": f"hsfmt reads without it, other Zarr readers take shape and codec from it: {_RESTORE}",
-    "replaces": "restore the manifest that was replaced; or remove that of the part that replaces it, and run "
-    "`hsfmt seal --drop-missing`",
+    "zarr_json": f"hsfmt reads without it, other Zarr readers take shapes from it: {_REPAIR}, which writes it again",
+    "replaces": f"restore the manifest that was replaced; or {_REPAIR} says what becomes of both",
     "attachment": "restore the file from a copy with this digest",
     "shard_index": f"other Zarr readers find the wrong chunks through it: {_RESTORE}",
     "chunk_digest": _RESTORE,
@@ -71,12 +68,13 @@ REMEDIES = {
     "nonfinite": f"look at the producer; retract these samples ({_RETRACT}) or leave them out of training",
     "all_zero": "look at the producer: a state that is zero throughout was never computed",
     "counts": "run `hsfmt seal` for a new snapshot",
-    "snapshot_part": "restore the part that the snapshot names; or remove hsfmt/manifest.json, run `hsfmt seal`, "
-    f"and {RETRACT_AGAIN}",
+    "snapshot_part": f"restore the part that the snapshot names; or {_REPAIR} says what can be served instead",
     "snapshot_rows": "run `hsfmt seal` for a new snapshot",
     "snapshot_order": "none if the order is meant; `hsfmt seal` makes the default one",
     "dataset_digest": "run `hsfmt seal` for a new snapshot",
     "too_large": "this library refuses to decode rows of this size",
+    "superseded": "none: another part is served instead; `hsfmt gc` removes it once no kept snapshot names it",
+    "records": "name another file (--state FILE): what it does not vouch for is read again",
     "not_checked": "repair the problem reported beside it and verify again",
 }
 
@@ -84,10 +82,10 @@ REMEDIES = {
 # What is damaged tells more than how, for documents that hold no data.
 _OF_DAMAGE = frozenset({"corrupt", "digest", "malformed", "missing", "size", "zarr_json"})
 _DOCUMENT_REMEDIES = {
-    layout.ROOT_METADATA: f"restore it from a copy; or remove what is left of it and {ROOT_REMEDY}",
-    layout.PARTS_METADATA: f"remove what is left of it and {ROOT_REMEDY.replace(' from the manifests', '')}",
-    layout.POINTER: f"remove what is left of it and run `hsfmt seal`; {RETRACT_AGAIN}",
-    layout.SNAPSHOTS: f"run `hsfmt seal`; if it refuses, remove hsfmt/manifest.json first, then {RETRACT_AGAIN}",
+    layout.ROOT_METADATA: "restore it from a copy; or `hsfmt repair URL` writes it again from the manifests",
+    layout.PARTS_METADATA: "`hsfmt repair URL` writes it again: it is the same in every dataset",
+    layout.POINTER: f"restore it from a copy; or {_REPAIR}, which makes a new one; {RETRACT_AGAIN} if it says so",
+    layout.SNAPSHOTS: f"restore it from a copy; or {_REPAIR}, which makes a new one; {RETRACT_AGAIN} if it says so",
 }
 
 
@@ -178,6 +176,47 @@ class Counts:
 
 
 @dataclass(frozen=True, slots=True)
+class Coverage:
+    """How much of the data (the shards of all committed parts) is vouched for; documents are read by every run.
+
+    Attributes
+    ----------
+    selection
+        What was asked for: sample, seed, parts, limits; {} if everything.
+    total_files, total_nbytes
+        Of the data.
+    read_files, read_nbytes
+        Read and judged by this run.
+    skipped
+        Reason to [files, nbytes] of what was not read now.
+    known_nbytes
+        Of what was skipped, what a record of an earlier run vouches for.
+    """
+
+    selection: dict[str, Any]
+    total_files: int
+    total_nbytes: int
+    read_files: int
+    read_nbytes: int
+    skipped: dict[str, list[int]]
+    known_nbytes: int
+
+    @property
+    def fraction(self) -> float:
+        """Share of the bytes that was read now or is vouched for by a record."""
+        return (self.read_nbytes + self.known_nbytes) / self.total_nbytes if self.total_nbytes else 1.0
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing was left out but what a record vouches for."""
+        return sum(nbytes for _, nbytes in self.skipped.values()) == self.known_nbytes and "parts" not in self.selection
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as a JSON object."""
+        return asdict(self) | {"fraction": self.fraction, "whole": self.whole}
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """The outcome of a verification.
 
@@ -191,6 +230,8 @@ class Report:
         All findings: errors, then warnings, then infos, each by place.
     counts
         What was looked at.
+    coverage
+        How much of the data; None at tier quick of the whole dataset, which reads none.
     """
 
     url: str
@@ -198,6 +239,26 @@ class Report:
     fingerprint: str | None
     problems: tuple[Finding, ...]
     counts: Counts
+    coverage: Coverage | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether everything that the level checks was checked: else `ok` speaks of a sample only."""
+        return self.coverage is None or self.coverage.whole
+
+    @property
+    def verdict(self) -> str:
+        """One phrase that can't mistake a part for the whole."""
+        if not self.ok:
+            return "DAMAGED"
+        if self.whole or self.coverage is None:
+            return "fine"
+        if self.level == "quick":
+            return "fine so far, of other parts than those asked for only the manifests and the sizes"
+        if self.coverage.fraction == 1:
+            return "fine so far, of parts without data only those that were asked for"
+        share = f"{100 * self.coverage.fraction:.3g}"
+        return f"fine so far, sample of {'more than 99.9' if share == '100' else share} % of the data"
 
     @property
     def ok(self) -> bool:
@@ -217,11 +278,14 @@ class Report:
         """Return the report as a JSON object."""
         return {
             "counts": asdict(self.counts),
+            "coverage": None if self.coverage is None else self.coverage.to_json(),
             "fingerprint": self.fingerprint,
             "level": self.level,
             "ok": self.ok,
             "problems": [asdict(finding) for finding in self.problems],
             "url": self.url,
+            "verdict": self.verdict,
+            "whole": self.whole,
         }
 
 
@@ -251,14 +315,23 @@ class Findings:
         code = corrupt if code == "corrupt" else code
         for problem in error.problems:
             where = problem.where if problem.where.startswith(path) else f"{path}: {problem.where}"
-            # To run verification is no advice from verification.
-            own = not problem.remedy or "hsfmt verify" in problem.remedy
+            # To run verification is no advice from verification, and repair is better than to remove documents by hand,
+            # after a look at what it would do.
+            ours = ("hsfmt verify", "hsfmt repair", "remove hsfmt/")
+            own = not problem.remedy or any(text in problem.remedy for text in ours)
             what_to_do = remedy(code, path) if own else problem.remedy
             self.items.append(Finding("error", code, where, problem.expected, problem.got, what_to_do, problem.samples))
 
     def about_old_snapshot(self) -> None:
         """Advise what helps a snapshot that is not the current one: a seal makes no such one again."""
         self.items = [replace(item, remedy=_OLD) for item in self.items]
+
+    def about_superseded(self) -> None:
+        """Make warnings of errors in what only older snapshots use."""
+        self.items = [
+            replace(item, severity="warning", remedy=_SUPERSEDED) if item.severity == "error" else item
+            for item in self.items
+        ]
 
     def fill_samples(self, path: str, samples: Iterable[str]) -> None:
         """Give the errors about the file at `path` the samples concerned, where they have none."""
@@ -270,6 +343,10 @@ class Findings:
     def has_error(self, path: str) -> bool:
         """Say whether there is an error about the file at `path`."""
         return any(item.severity == "error" and item.path == path for item in self.items)
+
+    def items_of(self, severity: str) -> list[Finding]:
+        """Return the findings of one severity."""
+        return [item for item in self.items if item.severity == severity]
 
     def ordered(self) -> tuple[Finding, ...]:
         """Return all findings, errors first, then by place; the order does not depend on how the work was spread."""

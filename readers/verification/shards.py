@@ -19,7 +19,7 @@ from numcodecs import blosc
 from hsfmt.columns import Column
 from hsfmt.errors import CorruptionError, HsfmtError, NotFoundError, StorageError
 from hsfmt.layout import column_folder
-from hsfmt.readers.verification.objects import BLOCK_NBYTES, file_digest, unstable
+from hsfmt.readers.verification.objects import BLOCK_NBYTES, file_digest, forget_cached, unstable
 from hsfmt.readers.verification.part_context import PartContext
 
 MAX_BLOCK_NBYTES = 4 << 30
@@ -39,11 +39,20 @@ class ColumnReader:
         The part; its index has been parsed.
     column
         Which column.
+    owned
+        The shards that are checked whole: every chunk, the index and the digest. Of the others only those chunks are
+        read that are asked for.
+    elsewhere
+        Where what is wrong with the others goes.
     """
 
-    def __init__(self, context: PartContext, column: Column) -> None:
+    def __init__(self, context: PartContext, column: Column, owned: range, elsewhere: PartContext) -> None:
         assert context.index is not None
         self._context = context
+        self._elsewhere = elsewhere
+        self._owned = owned
+        per_shard = column.chunk_rows_per_shard
+        self._owned_rows = range(owned.start * per_shard, min(owned.stop * per_shard, column.n_chunk_rows))
         self._column = column
         self._table = context.index.chunks[column.name]
         elements = column.chunk_row_nbytes // column.dtype.itemsize
@@ -69,17 +78,23 @@ class ColumnReader:
 
     def finish(self) -> None:
         """Check what lies behind the last row that was asked for."""
-        self._load(self._column.n_chunk_rows - 1)
+        self._load(self._owned_rows.stop - 1 if self._owned_rows else -1)
         self._end_shard()
 
     def _load(self, row: int) -> None:
+        """Decode on to a chunk row: all of the owned shards on the way, of the others none but this."""
         while self._row < row:
-            self._row += 1
-            self._block = self._decoded(self._row)
+            following, owned = self._row + 1, self._owned_rows
+            if following not in owned:
+                following = min(row, owned.start) if owned and following < owned.start else row
+            self._row = following
+            self._block = self._decoded(following)
 
     def _end_shard(self) -> None:
         if self._shard is not None:
-            self._shard.finish()
+            if self._shard.number in self._owned:
+                self._shard.finish()
+            self._shard.report()
             self._shard = None
 
     def _decoded(self, row: int) -> Block | None:
@@ -87,7 +102,8 @@ class ColumnReader:
         number = row // column.chunk_rows_per_shard
         if self._shard is None or self._shard.number != number:
             self._end_shard()
-            self._shard = _Shard(self._context, column, self._table, number)
+            owned = number in self._owned
+            self._shard = _Shard(self._context if owned else self._elsewhere, column, number, ahead=owned)
         if column.chunk_nbytes * column.n_planes > MAX_BLOCK_NBYTES:
             got = f"chunk rows of {column.chunk_nbytes * column.n_planes} bytes"
             self._shard.note("too_large", f"at most {MAX_BLOCK_NBYTES} bytes", got, row * column.n_planes)
@@ -105,14 +121,16 @@ class ColumnReader:
 
 
 class _Shard:
-    """One stored object, read front to back once."""
+    """One stored object, read front to back once; several chunks at a time if `ahead`, else a chunk row."""
 
-    def __init__(self, context: PartContext, column: Column, table: npt.NDArray[np.uint64], number: int) -> None:
+    def __init__(self, context: PartContext, column: Column, number: int, *, ahead: bool) -> None:
+        assert context.index is not None
         self.number = number
         self.path = f"{column_folder(context.manifest.part, column.name)}/{column.shard_key(number)}"
         self._context = context
         self._column = column
-        self._table = table
+        self._table = context.index.chunks[column.name]
+        self._ahead = ahead
         self._first, self._end = column.shard_chunks(number)
         self._hasher = xxhash.xxh3_128()
         self._faults: dict[str, list[tuple[str, str, int]]] = {}
@@ -132,6 +150,7 @@ class _Shard:
             return False
         fault = self._judge(chunk, stored)
         if fault is not None:
+            forget_cached(self._context.store, self.path)
             again = self._read(chunk, chunk + 1)
             if again is None:
                 return False
@@ -153,12 +172,16 @@ class _Shard:
         return True
 
     def finish(self) -> None:
-        """Check the footer and the digest of the whole object, and report what was noted."""
-        context, findings = self._context, self._context.findings
+        """Check the footer and the digest of the whole object."""
+        context = self._context
         if self.path not in context.unusable:
             self._check_footer()
         if self.path not in context.unusable and not self._faults:
             self._check_digest()
+
+    def report(self) -> None:
+        """Make findings of what was noted."""
+        context, findings = self._context, self._context.findings
         for code, faults in self._faults.items():
             expected, got, first = faults[0]
             more = f"; {len(faults) - 1} more chunks of this file likewise" if len(faults) > 1 else ""
@@ -182,7 +205,8 @@ class _Shard:
         if chunk not in self._window_chunks:
             stop = chunk + 1
             start = int(self._table[chunk, 0])
-            while stop < self._end and self._stop_offset(stop) - start <= BLOCK_NBYTES:
+            end = self._end if self._ahead else (chunk // self._column.n_planes + 1) * self._column.n_planes
+            while stop < end and self._stop_offset(stop) - start <= BLOCK_NBYTES:
                 stop += 1
             window = self._read(chunk, stop, quiet=stop > chunk + 1)
             if window is None:
@@ -203,7 +227,14 @@ class _Shard:
         """Return bytes of the object; None, and a fault of `chunk` unless `quiet`, where they can't be had."""
         buffer = memoryview(bytearray(nbytes))
         try:
-            self._context.store.read_into(self.path, offset, buffer)
+            try:
+                self._context.store.read_into(self.path, offset, buffer)
+            except CorruptionError as error:
+                if quiet:
+                    return None
+                forget_cached(self._context.store, self.path)
+                self._context.store.read_into(self.path, offset, buffer)
+                unstable(self._context.findings, self.path, f"{self._place(chunk)}: {error.problems[0].got}")
         except CorruptionError as error:
             if not quiet:
                 self.note("size", f"{nbytes} bytes", error.problems[0].got, chunk)
@@ -248,6 +279,8 @@ class _Shard:
             if stored is None:
                 return
             fault = self._judge_footer(stored, slots)
+            if fault is not None and not second:
+                forget_cached(self._context.store, self.path)
             if fault is None:
                 self._hasher.update(stored)
                 if second:
@@ -282,6 +315,7 @@ class _Shard:
         if actual == entry.digest:
             self._context.counts.nbytes += entry.nbytes
             return
+        forget_cached(self._context.store, self.path)
         actual = file_digest(self._context.store, self.path, entry.nbytes, lambda _: None)
         if actual == entry.digest:
             unstable(self._context.findings, self.path, "another digest at first")

@@ -1,6 +1,6 @@
 """What a snapshot says against the parts that it names: rows, counts, ids, order, duplicates, content digest.
 
-Spec: rules VFY-12, SNAP-2 to SNAP-8, DIG-6.
+Spec: rules VFY-12, SNAP-2 to SNAP-8, SNAP-11, DIG-6.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ class SnapshotCheck:
     def check(self) -> None:
         """Check all that the outcomes allow."""
         self._check_ids()
+        self._check_absent()
         if self._old:
             self._report_lost()
         for number, ref in enumerate(self._snapshot.parts):
@@ -102,6 +103,18 @@ class SnapshotCheck:
         if wrong:
             got = f"others for {len(wrong)} samples, the first at {wrong[0]}"
             self._error("snapshot_rows", "id_hash", "xxh3_64 of each id in the ids file", got)
+
+    def _check_absent(self) -> None:
+        """Check the ids that are retracted and have no sample (rule SNAP-11)."""
+        listed = self._snapshot.absent_ids
+        ids = [listed.ids[listed.offsets[i] : listed.offsets[i + 1]].tobytes() for i in range(len(listed))]
+        if ids != sorted(set(ids)):
+            self._error("snapshot_rows", "absent_ids", "ids that ascend", "another order")
+        hashes = np.array([xxhash.xxh3_64_intdigest(sample_id) for sample_id in ids], np.uint64)
+        served = [ids[i].decode() for i in np.flatnonzero(np.isin(hashes, self._snapshot.id_hash))]
+        if served:
+            got = f"{len(served)} that are served"
+            self._error("snapshot_rows", "absent_ids", "retracted ids without a sample", got, served[:_SHOWN])
 
     def _n_listed(self, number: int) -> int:
         snapshot = self._snapshot

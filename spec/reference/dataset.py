@@ -130,6 +130,7 @@ def load_snapshot(root: Path, parts: dict[str, Part], header: dict[str, Any]) ->
 
     served, shadowed, retracted = rows(""), rows("shadowed_"), rows("retracted_")
     t.take("shadowed_same", "U8", len(shadowed))
+    check_absent(t, {sample.id for part in loaded for sample in part.samples}, folder)
     every = [(i, row) for i, part in enumerate(loaded) for row in range(len(part.samples))]
     complete = t.metadata.get("complete")
     need(isinstance(complete, bool), "SNAP-4", f"{folder}: complete")
@@ -153,6 +154,14 @@ def load_snapshot(root: Path, parts: dict[str, Part], header: dict[str, Any]) ->
     same = all(pointer[key] == value for key, value in (("content_digest", content), ("samples", n)))
     need(same and pointer["tokens"] == counts["tokens"], "SNAP-9", "pointer: does not repeat the snapshot")
     return Dataset(header, served, holes, content)
+
+
+def check_absent(t: Table, present: set[str], folder: str) -> None:
+    if "absent_ids" in t.tensors:
+        text = t.take("absent_ids", "U8", None).tobytes()
+        offsets = t.offsets("absent_id_offsets", None, len(text), strict=True)
+        ids = [text[a:b].decode() for a, b in pairwise(offsets)]
+        need(ids == sorted(set(ids) - present), "SNAP-11", f"{folder}: absent ids")
 
 
 def check_ids(root: Path, folder: str, t: Table, served: list[Sample]) -> None:

@@ -51,7 +51,7 @@ class Part:
 
 def load_part(root: Path, name: str, header: dict[str, Any]) -> Part:
     path = f"hsfmt/manifests/{name}.json"
-    need((root / path).stat().st_size <= 64 * MIB, "READ-1", f"{path}: size")
+    need((root / path).stat().st_size <= 16 * MIB, "READ-1", f"{path}: size")
     data = (root / path).read_bytes()
     m = parse_json(data, path)
     check_signed(m, "hsfmt.part", path)

@@ -51,7 +51,7 @@ def parse_table(data: bytes, kind: str, what: str) -> Table:
     need(len(data) <= GIB, "READ-1", f"{what}: size")
     need(len(data) >= 8, "TAB-1", f"{what}: short")
     (size,) = struct.unpack_from("<Q", data)
-    need(size <= min(len(data) - 8, 64 * MIB), "TAB-1", f"{what}: header of {size} bytes")
+    need(size <= min(len(data) - 8, MIB), "TAB-1", f"{what}: header of {size} bytes")
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         need(len(dict(pairs)) == len(pairs), "TAB-1", f"{what}: duplicate name")

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 from export_sources import journal_of, tree
+from killing import in_fork
 
 from hsfmt.cli.main import main
 from hsfmt.writers.targets.atomic import is_temporary
@@ -24,29 +25,16 @@ EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.truncate")
 
 def in_child(argv, hook=lambda: None, seconds=None):
     """Run a command in a fork, killed after `seconds`, if not None; return (its JSON or None, whether it died)."""
-    read_end, write_end = os.pipe()
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            os.close(read_end)
-            text = io.StringIO()
-            hook()
-            with contextlib.redirect_stdout(text):
-                main([*argv, "--json"], standalone_mode=False)
-            os.write(write_end, text.getvalue().encode())
-            code = 0
-        finally:
-            os._exit(code)
-    os.close(write_end)
-    if seconds is not None:
-        time.sleep(seconds)
-        os.kill(child, signal.SIGKILL)
-    with os.fdopen(read_end, "rb") as file:
-        text = file.read() if seconds is None else b""
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert code in (0, -signal.SIGKILL), code
-    return (json.loads(text) if text else None), code != 0
+
+    def report(pipe):
+        text = io.StringIO()
+        hook()
+        with contextlib.redirect_stdout(text):
+            main([*argv, "--json"], standalone_mode=False)
+        os.write(pipe, text.getvalue().encode())
+
+    text, died = in_fork(report, seconds)
+    return (None if died else json.loads(text)), died
 
 
 def die_at(number, folder, seen=None):

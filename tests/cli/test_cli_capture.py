@@ -1,6 +1,7 @@
 """`hsfmt capture` against a server of the test's own, which writes what it is sent with DatasetWriter."""
 
 import json
+import signal
 import threading
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from hsfmt import DatasetWriter
+from hsfmt.cli import capture_run
 from hsfmt.cli.capture_prompts import BadLine, Prompt, PromptFile, conversation
 from hsfmt.cli.capture_run import CaptureRun, RunOptions
 from hsfmt.cli.capture_servers import AGAIN, REFUSED, TAKEN, Outcome, VllmServer, find_server
@@ -185,6 +187,25 @@ def test_an_interruption_keeps_what_was_taken():
     resumed = CaptureRun(server, lambda: set(server.durable), OPTIONS).run(prompts(*names))
     assert resumed.present + resumed.durable == 50
     assert set(server.sent) == set(names)
+
+
+def test_ctrl_c_does_not_strike_in_the_locks_of_the_threads(monkeypatch):
+    wait = capture_run.wait
+    steps = []
+
+    def struck(*args, **options):
+        signal.raise_signal(signal.SIGINT)
+        steps.append("went on")
+        return wait(*args, **options)
+
+    monkeypatch.setattr(capture_run, "wait", struck)
+    server = Fake()
+    run = CaptureRun(server, lambda: set(server.durable), OPTIONS)
+    with pytest.raises(KeyboardInterrupt):
+        run.run(prompts("a", "b"))
+    assert steps == ["went on"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    run.tally.check()
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from hsfmt.cli.boards import ABANDON, N_SHARED, ORDER, USED, SharedBoard
+from hsfmt.cli.boards import ABANDON, N_SHARED, ORDER, TICKETS, USED, SharedBoard
 from hsfmt.cli.converting.work import _LEAST_QUEUE_NBYTES, _QUEUE_NBYTES, _queue_nbytes
 from hsfmt.writers.sample_files import FileTensor, write_sample_file
 
@@ -20,24 +20,31 @@ def shared():
 
 
 def run_threads(shared, sizes, limit):
-    """Hold room for items of these sizes, one thread each; return the sets of sizes that were held at once."""
-    held, seen, lock = [], [], threading.Lock()
+    """Hold room for items of these sizes, one thread each; return the sets of sizes that were held at once.
+
+    Each begins once the one before it has asked, and nobody gives room back before all have.
+    """
+    held, seen, lock, all_asked = [], [], threading.Lock(), threading.Event()
 
     def hold(nbytes):
         with SharedBoard(shared, limit).room(nbytes):
             with lock:
                 held.append(nbytes)
                 seen.append(sorted(held))
+            all_asked.wait(300)
             time.sleep(0.02)
             with lock:
                 held.remove(nbytes)
 
     threads = [threading.Thread(target=hold, args=[nbytes]) for nbytes in sizes]
-    for thread in threads:
+    for number, thread in enumerate(threads, 1):
         thread.start()
-        time.sleep(0.002)  # so that they ask in this order
+        while (len(seen) if limit is None else shared[TICKETS]) < number:
+            assert thread.is_alive()
+            time.sleep(0.001)
+    all_asked.set()
     for thread in threads:
-        thread.join(30)
+        thread.join(300)
         assert not thread.is_alive()
     return seen
 

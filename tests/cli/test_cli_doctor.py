@@ -346,3 +346,9 @@ def test_npz_files(hsfmt, tmp_path):
     facts = hsfmt.json("doctor", tmp_path / "a.npz")
     assert facts["what"] == "an archive of NumPy arrays"
     assert "hidden_states float32 [5, 2, 4]" in facts["holds"]
+
+
+@pytest.mark.parametrize("options", [[], ["--from", "vllm"]])
+def test_a_url_is_refused_as_one(hsfmt, options):
+    stderr = hsfmt("doctor", "s3://bucket/dump", *options, code=2).stderr
+    assert "error: s3://bucket/dump: expected a local folder of files, got a URL — copy it here first" in stderr

@@ -371,8 +371,8 @@ def test_no_room(hsfmt, source, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("dst", "says"),
     [
-        ("s3://bucket/out", "got a remote one — export to a local folder, then copy it there"),
-        ("memory://out", "got a remote one"),
+        ("s3://bucket", "got all of a storage — name a folder in it: s3://bucket/export"),
+        ("simplecache::memory://a/out", "got a chained one"),
         ("/", "expected a folder of its own, got the root of the file system"),
     ],
 )

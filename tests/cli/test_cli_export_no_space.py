@@ -1,6 +1,7 @@
 """hsfmt export and cat: storage that refuses to write on is the storage's error, whichever library was writing."""
 
 import resource
+from contextlib import contextmanager
 
 import ml_dtypes
 import numpy as np
@@ -14,12 +15,18 @@ PRE = ("speculators", "speculators-fp8", "speculators-pt", "vllm")
 LIMIT = 16 << 10
 
 
-@pytest.fixture
+@contextmanager
 def small_files():
-    """No file gets longer than LIMIT, as on a full disk; Python ignores the signal that goes with it."""
+    """Within this no file gets longer than LIMIT, as on a full disk; Python ignores the signal that goes with it.
+
+    The test run's own output, which may go to a file too, is written outside of it.
+    """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT, before[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def make(url, name, n_tokens=100):
@@ -41,11 +48,11 @@ WORDS = {
 @pytest.mark.parametrize(
     ("name", "words"), [for_target(name, words) for name in TARGET_NAMES for words in WORDS.get(name, [()])], ids=str
 )
-def test_every_target_ends_with_the_storages_error(hsfmt, tmp_path, small_files, name, words):
+def test_every_target_ends_with_the_storages_error(hsfmt, tmp_path, name, words):
     make(tmp_path / "d", name)
     hsfmt("export", tmp_path / "d", tmp_path / "warm", "--to", name, *words)
-    small_files()
-    document = hsfmt.json("export", tmp_path / "d", tmp_path / "out", "--to", name, *words, code=3)
+    with small_files():
+        document = hsfmt.json("export", tmp_path / "d", tmp_path / "out", "--to", name, *words, code=3)
     (problem,) = document["error"]
     assert (problem["expected"], problem["got"]) == ("the storage to work", "File too large")
     assert document["complete"] is False
@@ -53,18 +60,19 @@ def test_every_target_ends_with_the_storages_error(hsfmt, tmp_path, small_files,
 
 
 @pytest.mark.torch
-def test_the_counts_of_a_vocabulary(hsfmt, tmp_path, small_files):
+def test_the_counts_of_a_vocabulary(hsfmt, tmp_path):
     make(tmp_path / "d", "speculators", n_tokens=1)
     seal(tmp_path / "d", attachments={"token_freq": np.ones(20_000, np.int64)})
-    small_files()
-    document = hsfmt.json("export", tmp_path / "d", tmp_path / "out", "--to", "speculators", code=3)
+    with small_files():
+        document = hsfmt.json("export", tmp_path / "d", tmp_path / "out", "--to", "speculators", code=3)
     assert document["error"][0]["got"] == "File too large"
     assert document["counts"]["written"] == 1
 
 
 @pytest.mark.parametrize("suffix", [pytest.param("pt", marks=pytest.mark.torch), "npz", "safetensors"])
-def test_cat(hsfmt, tmp_path, small_files, suffix):
+def test_cat(hsfmt, tmp_path, suffix):
     make(tmp_path / "d", "safetensors")
-    small_files()
-    assert "File too large" in hsfmt("cat", tmp_path / "d", "s", "-o", tmp_path / f"s.{suffix}", code=3).stderr
+    with small_files():
+        result = hsfmt("cat", tmp_path / "d", "s", "-o", tmp_path / f"s.{suffix}", code=3)
+    assert "File too large" in result.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["d"]

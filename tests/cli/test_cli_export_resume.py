@@ -15,6 +15,8 @@ from export_sources import journal_of, make_dataset, tree
 from hsfmt.cli.exporting.journal import Journal, journal_path, read_journal
 
 HERE = Path(__file__).parent
+# The whole export takes many seconds: however late a signal comes on a busy machine, it is not over.
+SLOW = "import os, time\nreal = os.fsync\nos.fsync = lambda fd: (time.sleep(0.05), real(fd))[1]\n"
 FLAGS = {
     "safetensors": ["--to", "safetensors"],
     "zarr": ["--to", "zarr", "--option", "chunk_tokens=8", "--option", "shard_tokens=24"],
@@ -28,10 +30,10 @@ def source(tmp_path):
 
 
 def torture(repo_root, *args):
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(repo_root), str(HERE)])}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [repo_root, HERE, HERE.parent]))}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", HERE / "export_torture.py", *map(str, args)],
-        env=env, text=True, capture_output=True, timeout=280, check=False,
+        env=env, text=True, capture_output=True, timeout=1200, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -77,17 +79,20 @@ def test_killed_with_workers(repo_root, source, tmp_path):
 @pytest.mark.parametrize(
     ("number", "code", "workers"), [(signal.SIGINT, 130, 1), (signal.SIGINT, 130, 2), (signal.SIGTERM, 143, 2)]
 )
-def test_interrupted_and_gone_on_with(hsfmt, process, tmp_path, number, code, workers):
+def test_interrupted_and_gone_on_with(hsfmt, process, repo_root, tmp_path, number, code, workers):
     make_dataset(tmp_path / "d", 200)
     out = tmp_path / "out"
-    run = process("export", tmp_path / "d", out, *FLAGS["safetensors"], "--workers", workers)
-    journal, until = journal_of(out), time.monotonic() + 60
+    (tmp_path / "slow").mkdir()
+    (tmp_path / "slow/sitecustomize.py").write_text(SLOW)
+    env = {"PYTHONPATH": os.pathsep.join(map(str, (tmp_path / "slow", repo_root)))}
+    run = process("export", tmp_path / "d", out, *FLAGS["safetensors"], "--workers", workers, env=env)
+    journal, until = journal_of(out), time.monotonic() + 300
     while not (journal.exists() and journal.read_bytes().count(b"\n") > 1):
         assert run.poll() is None
         assert time.monotonic() < until
         time.sleep(0.01)
     run.send_signal(number)
-    text, err = run.communicate(timeout=60)
+    text, err = run.communicate(timeout=300)
     assert run.returncode == code, err
     assert "Traceback" not in err
     assert "not finished" in text

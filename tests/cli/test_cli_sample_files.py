@@ -76,3 +76,10 @@ def test_nothing_half_written_is_left(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         write_sample_file(tmp_path / "x.pt", {"x": FileTensor("uint8", np.zeros(3, np.uint8))}, {})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_url_is_no_file_to_write(hsfmt, url, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for command in (["cat", url, "s", "-o", "s3://bucket/s.npz"], ["card", url, "--output", "s3://bucket/README.md"]):
+        assert "a URL; it is written to a local file" in hsfmt(*command, code=2).stderr
+    assert not (tmp_path / "s3:").exists()

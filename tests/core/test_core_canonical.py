@@ -136,3 +136,9 @@ def test_metadata_may_have_floats_and_any_spacing():
     for bad in (float("inf"), float("nan")):
         with pytest.raises(FormatError, match="finite"):
             canonical.dumps_metadata({"a": bad})
+
+
+@pytest.mark.parametrize("data", [b"<!DOCTYPE html><html></html>", b" \n<?xml version='1.0'?><Error/>", b"<"])
+def test_a_page_instead_of_a_document_is_called_one(data):
+    with pytest.raises(FormatError, match=r"zarr.json: expected strict JSON, got .*, of a web page or another doc"):
+        canonical.loads(data, "zarr.json")

@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 
 from hsfmt.errors import FormatError, FormatVersionError, HeaderMismatchError
-from hsfmt.header import MAX_HEADER_NBYTES, Header, check_same_meaning, make_header, parse_header
+from hsfmt.header import (
+    MAX_HEADER_NBYTES,
+    Header,
+    check_same_header,
+    check_same_meaning,
+    make_header,
+    parse_header,
+)
 from hsfmt.versions import check_readable, check_writable
 from hsfmt.zarr_metadata import parse_root, root_document
 
@@ -139,6 +146,21 @@ def test_another_meaning_is_refused_member_by_member():
         check_same_meaning(
             other, make_header(layers=[1], hidden_size=7168, final_norm="post", dtype="float16", model="m"), "u"
         )
+
+
+def test_parts_go_under_the_very_same_header_only():
+    """Where `check_same_meaning` lets one without a model join."""
+    no_model = make_header(
+        layers=GOOD.layers, hidden_size=GOOD.hidden_size, final_norm=GOOD.final_norm, dtype=GOOD.dtype
+    )
+    check_same_header(GOOD, GOOD, "url")
+    check_same_meaning(GOOD, no_model, "url")
+    with pytest.raises(
+        HeaderMismatchError, match=f"url: expected header {GOOD.digest()}, as only datasets with the very"
+    ):
+        check_same_header(GOOD, no_model, "url")
+    with pytest.raises(HeaderMismatchError, match="url: model"):
+        check_same_header(no_model, GOOD, "url")
 
 
 def test_a_root_document_with_anything_else_is_refused():

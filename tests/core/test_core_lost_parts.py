@@ -9,7 +9,7 @@ from made_parts import HEADER, put_part
 from hsfmt import layout
 from hsfmt.catalog import ensure_dataset, read_pointer
 from hsfmt.errors import CorruptionError, NotFoundError, UsageError
-from hsfmt.sealing import seal
+from hsfmt.sealing import build_live, seal
 from hsfmt.storage import open_store
 
 LOST = r"manifests: expected a manifest of all 2 part\(s\) .* got 1 without one, with 2 of its 5 sample\(s\): p1 —"
@@ -129,3 +129,16 @@ def test_a_pointer_that_says_something_else_is_replaced(store):
     store.replace(layout.POINTER, replace(pointer, samples=7).to_bytes())
     assert seal(store).changed is True
     assert read_pointer(store).samples == pointer.samples
+
+
+@pytest.mark.parametrize("drop", [False, True])
+def test_another_part_under_the_name_of_a_sealed_one_is_not_sealed(store, drop):
+    """Whole and consistent, as a copy of another time is: it would silently take the place of what was sealed."""
+    seal(store)
+    pointer = read_pointer(store)
+    lose(store, layout.manifest_path("p1"), layout.index_path("p1"))
+    put_part(store, "p1", ids=("a", "x"))
+    for take in (lambda: seal(store, drop_missing=drop), lambda: build_live(store, HEADER)):
+        with pytest.raises(CorruptionError, match=r"manifests/p1\.json: expected digest xxh3.*as a snapshot names"):
+            take()
+    assert read_pointer(store) == pointer

@@ -47,6 +47,8 @@ def test_a_part_of_holes_alone_comes_back():
     manifest = PartManifest("p", HEADER, {}, (), Counts(0, 0, 0, 1), {"a": "b"})
     parsed = parse_manifest(manifest.to_bytes(), "p", WHERE)
     assert dataclasses.replace(parsed, stored=None) == manifest
+    with pytest.raises(CorruptionError, match=r"p\.json: expected an entry of .*p\.safetensors, got 0"):
+        _ = parsed.index_file
 
 
 def test_no_changed_byte_goes_unnoticed():

@@ -92,6 +92,20 @@ def test_contradictions_are_refused(case):
         parse_index(index.to_bytes("p"), "p", COLUMNS, "x")
 
 
+def test_a_compressed_payload_has_at_least_a_byte_and_at_most_the_cap():
+    column = dataclasses.replace(COLUMNS["score"], codec="zstd")
+    columns = {**COLUMNS, "score": column}
+
+    def index(nbytes):
+        return changed("chunks", put(0, 1, value=nbytes), "score").to_bytes("p")
+
+    for nbytes in (1, column.max_payload_nbytes):
+        assert parse_index(index(nbytes), "p", columns, "x").chunks["score"][0, 1] == nbytes
+    for nbytes in (0, column.max_payload_nbytes + 1):
+        with pytest.raises(CorruptionError, match=f"payloads of 1 to {column.max_payload_nbytes} bytes"):
+            parse_index(index(nbytes), "p", columns, "x")
+
+
 def test_an_index_of_another_part_or_kind_is_refused():
     with pytest.raises(CorruptionError, match="the index of part q"):
         parse_index(INDEX.to_bytes("p"), "q", COLUMNS, "x")

@@ -136,9 +136,14 @@ HOSTILE = {
     "part names cut short": changed("part_names", lambda a: a[:1]),
     "part names that are none": changed("part_names", put(0, ord("/"))),
     "part names outside ASCII": changed("part_names", put(0, 0xFF)),
+    "part names in another order": changed("part_names", lambda a: a[::-1]),
+    "a part name twice": changed("part_names", put(1, ord("p"))),
+    "a byte before the part names": tables.serialize({**load(SNAPSHOT_BYTES), "part_names": np.frombuffer(b"opq", np.uint8), "part_name_offsets": np.array([1, 2, 3])}, TABLE.metadata),
+    "a byte behind the part names": changed("part_names", lambda a: np.append(a, a[-1:])),
     "part name offsets that fall": changed("part_name_offsets", put(1, 5)),
     "a negative manifest size": changed("part_manifest_nbytes", put(0, -1)),
     "a negative index size": changed("part_index_nbytes", put(0, -1)),
+    "samples of a part without an index": changed("part_index_nbytes", put(0, 0)),
     "a digest too few": changed("part_manifest_digest", lambda a: a[:1]),
     "counts of others": changed(counts={**COUNTS, "samples": 3}),
     "counts of other tokens": changed(counts={**COUNTS, "tokens": 1}),
@@ -167,6 +172,19 @@ def test_hostile_snapshots_are_refused(case):
     assert str(caught.value).startswith("hsfmt/snapshots/x/index.safetensors")
 
 
+@pytest.mark.parametrize("name", ["part", "shadowed_part", "retracted_part"])
+def test_rows_are_of_parts_that_have_an_index(name):
+    """Part 1 is one of nothing but holes, from which none of the three tables may take a row."""
+    arrays = {key: np.array(value) for key, value in load(SNAPSHOT_BYTES).items()}
+    for other in ("part", "shadowed_part", "retracted_part"):
+        arrays[other][:] = 0
+    arrays["part_index_nbytes"][1] = 0
+    assert len(parse_snapshot(tables.serialize(arrays, TABLE.metadata), "x").parts) == 2
+    arrays[name][0] = 1
+    with pytest.raises(CorruptionError, match=f"x: {name}: expected parts of samples"):
+        parse_snapshot(tables.serialize(arrays, TABLE.metadata), "x")
+
+
 def test_a_later_format_is_refused_with_advice():
     with pytest.raises(FormatVersionError, match="install a newer hsfmt"):
         parse_snapshot(changed(format="3.0", readable_from="3.0", kind="other"), "x")
@@ -183,6 +201,17 @@ def test_any_other_byte_is_another_fingerprint():
         data[at] ^= 1
         with pytest.raises(CorruptionError, match=f"expected digest {fingerprint}"):
             parse_snapshot(bytes(data), "x", fingerprint)
+
+
+def test_a_snapshot_says_how_large_its_ids_are():
+    assert parse_snapshot(SNAPSHOT_BYTES, "x").ids_nbytes == len(IDS_BYTES)
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_a_snapshot_says_whether_it_is_complete(complete):
+    assert parse_snapshot(changed(complete=complete), "x").complete is complete
+    with pytest.raises(CorruptionError, match="1 is neither true nor false"):
+        parse_snapshot(changed(complete=1), "x")
 
 
 def test_ids_must_be_those_that_the_snapshot_names():

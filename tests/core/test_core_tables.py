@@ -64,6 +64,18 @@ def test_the_same_content_gives_the_same_bytes_and_lies_aligned(arrays):
             assert start % arrays[name].dtype.itemsize == 0
 
 
+@pytest.mark.parametrize("n", range(1, 10))
+def test_the_header_is_padded_to_eight_bytes(n):
+    """Rule TAB-2; a length that is a multiple already gets none."""
+    data = tables.serialize({"a" * n: array("u1", (3,))}, META)
+    size = int.from_bytes(data[:8], "little")
+    assert size % 8 == 0
+    assert len(data) == 8 + size + 3
+    text = data[8 : 8 + size]
+    assert 0 <= len(text) - len(text.rstrip(b" ")) < 8
+    assert tables.serialized_nbytes({"a" * n: (np.dtype("u1"), (3,))}, META) == len(data)
+
+
 def file(header, body=b"\0" * 16, size=None):
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text) if size is None else size) + text + body
@@ -143,6 +155,25 @@ def test_malformed_files_are_refused(case):
         tables.parse(HOSTILE[case], "hsfmt/index/p.safetensors")
     assert str(caught.value).startswith("hsfmt/index/p.safetensors: ")
     assert len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize(
+    ("case", "got"),
+    [("beyond the end", r"a has 17 bytes for \[17\]"), ("a shape of 2**40", "a has 1099511627776 bytes"),
+     ("an offset of 2**64", "a lies at 0"), ("a size that does not fit", "a has 16 bytes"), ("a tail", "8 bytes behind"),
+     ("a hundred axes", "a has more than 8 axes"), ("overlapping tensors", "b lies at 8, not 16")],
+)  # fmt: skip
+def test_our_own_checks_come_before_numpy_s(case, got):
+    """NumPy would refuse some of these too; what it would make of the rest is not for it to decide."""
+    with pytest.raises(CorruptionError, match=f"got ValueError: {got}"):
+        tables.parse(HOSTILE[case], "x")
+
+
+def test_a_sample_s_id_may_be_as_long_as_the_cap_and_no_longer():
+    data, offsets = tables.pack_strings([b"a" * 5, b"bb"])
+    tables.check_ids(data, offsets, 5, "x")
+    with pytest.raises(CorruptionError, match="x: id_offsets: expected at most 4 bytes"):
+        tables.check_ids(data, offsets, 4, "x")
 
 
 @given(st.integers(0, 10**6), st.integers(0, 255))

@@ -39,7 +39,7 @@ def datasets(hsfmt, data_dir, tmp_path_factory):
 
 def kill(repo_root: Path, datasets: Path, scratch: Path, n_moments: int):
     jobs = {name: command(name, datasets) for name in KILLED}
-    paths = (repo_root, repo_root / "tests" / "cli")
+    paths = (repo_root, repo_root / "tests", repo_root / "tests" / "cli")
     done = subprocess.run(
         [sys.executable, "-W", "ignore", HERE / "kill_moments.py", scratch, str(n_moments), json.dumps(jobs)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))},

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from hsfmt import HiddenStateDataset
 
-TIMEOUT_SECONDS = 60
+TIMEOUT_SECONDS = 300
 ALIVE = []  # until the interpreter goes
 
 
@@ -41,7 +41,7 @@ def summary(item):
 
 
 def load(dataset, **options):
-    """A loader that is given up after a minute."""
+    """A loader that is given up after some minutes."""
     return DataLoader(dataset, batch_size=3, collate_fn=as_is, timeout=TIMEOUT_SECONDS, **options)
 
 

@@ -106,6 +106,7 @@ def test_numpy_conversion(dataset_and_states):
     assert column.chunks == (8, 1, 8)
 
 
+@pytest.mark.lists
 def test_order_is_that_of_the_parts_not_of_the_snapshot(write):
     written = write([3, 4, 5, 6, 7, 8], parts=3)
     before = open_zarr(written.url)
@@ -267,6 +268,7 @@ def test_pickling(write):
     assert again.store == array.store
 
 
+@pytest.mark.lists
 def test_plain_zarr_opens_it_too(write):
     """Without hsfmt's reader: the standard hierarchy, through the data types that the package registers."""
     written = write(parts=1)

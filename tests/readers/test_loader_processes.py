@@ -16,7 +16,7 @@ from hsfmt import HiddenStateDataset
 pytestmark = pytest.mark.torch
 
 SCRIPT = Path(__file__).parent / "loader_script.py"
-TIMEOUT_SECONDS = 60
+TIMEOUT_SECONDS = 300
 
 
 def expected_of(written, folder):
@@ -48,7 +48,7 @@ def finish(process, timeout):
 
 
 def assert_gone(pids):
-    """The processes end; they had up to a minute."""
+    """The processes end; they have some minutes."""
     deadline = time.monotonic() + TIMEOUT_SECONDS
     alive = list(pids)
     while alive and time.monotonic() < deadline:

@@ -42,7 +42,7 @@ def test_loaders_give_the_same_batches(write, n_workers, method, used_first):
         assert bits(collator(BATCHES[0])) == wanted[0]
     loader = DataLoader(
         range(len(dataset)), batch_sampler=BATCHES, collate_fn=collator, num_workers=n_workers,
-        multiprocessing_context=method, timeout=60 if n_workers else 0,
+        multiprocessing_context=method, timeout=300 if n_workers else 0,
     )  # fmt: skip
     batches = list(loader)
     assert [bits(batch) for batch in batches] == wanted
@@ -73,7 +73,7 @@ def test_an_error_in_a_worker_names_the_sample(write):
     shard.write_bytes(bytes(shard.stat().st_size))
     collator = PackingCollator(HiddenStateDataset(written.url), 64, view="eagle3")
     with pytest.raises(CorruptionError, match="id-000"):
-        list(DataLoader(range(3), batch_size=2, num_workers=1, collate_fn=collator, timeout=60))
+        list(DataLoader(range(3), batch_size=2, num_workers=1, collate_fn=collator, timeout=300))
 
 
 def test_a_damaged_layer_fails_only_who_reads_it(write):

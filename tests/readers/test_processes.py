@@ -52,7 +52,7 @@ def test_loader_with_workers(write, method, used_first, snapshot):
         check(list(dataset), written)
         assert dataset.index_of("id-003") == 3
     loader = DataLoader(
-        dataset, batch_size=3, num_workers=2, collate_fn=as_is, multiprocessing_context=method, timeout=60
+        dataset, batch_size=3, num_workers=2, collate_fn=as_is, multiprocessing_context=method, timeout=300
     )
     check([item for batch in loader for item in batch], written)
     check(list(dataset), written)
@@ -67,7 +67,7 @@ def test_loader_without_workers(write):
 def test_persistent_workers_over_epochs(write):
     written = write()
     loader = DataLoader(
-        HiddenStateDataset(written.url), batch_size=None, num_workers=2, persistent_workers=True, timeout=60
+        HiddenStateDataset(written.url), batch_size=None, num_workers=2, persistent_workers=True, timeout=300
     )
     for _ in range(3):
         check(list(loader), written)
@@ -77,7 +77,7 @@ def test_an_error_in_a_worker_names_the_sample(write):
     written = write([20] * 3, parts=1)
     shard = written.shards()[0]
     shard.write_bytes(bytes(shard.stat().st_size))
-    loader = DataLoader(HiddenStateDataset(written.url), batch_size=1, num_workers=1, collate_fn=as_is, timeout=60)
+    loader = DataLoader(HiddenStateDataset(written.url), batch_size=1, num_workers=1, collate_fn=as_is, timeout=300)
     with pytest.raises(CorruptionError, match="id-000"):
         list(loader)
 
@@ -162,8 +162,8 @@ def test_a_rank_that_is_a_child_process_is_no_worker(method, monkeypatch):
     reports = context.Queue()
     rank = context.Process(target=report_threads, args=(reports,))
     rank.start()
-    assert reports.get(timeout=60) == 4
-    rank.join(60)
+    assert reports.get(timeout=300) == 4
+    rank.join(300)
 
 
 def test_two_datasets_share_the_threads(write):

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import places
 
 from hsfmt.dtypes import dtype
 from hsfmt.storage.local import LocalStore
@@ -61,7 +62,8 @@ class Written:
 
     @property
     def url(self) -> str:
-        return str(self.path)
+        """Where the test finds it: the folder, or with `--store` a copy in a bucket or below a web server."""
+        return places.CURRENT[-1].url(self.path)
 
     @property
     def ids(self) -> list[str]:
@@ -70,6 +72,48 @@ class Written:
     def shards(self, column: str = "hidden_states") -> list[Path]:
         found = (path for path in self.path.glob(f"parts/*/{column}/c/**/*") if path.is_file())
         return sorted(found, key=lambda path: [int(p) if p.isdecimal() else -1 for p in path.parts])
+
+
+def write_dataset(
+    path: Path,
+    lengths=(1, 7, 8, 9, 16, 33, 3, 64, 5, 31),
+    *,
+    layers=(1, 3, 5),
+    hidden=8,
+    dtype="bfloat16",
+    codec="zstd",
+    parts=2,
+    chunk_tokens=8,
+    shard_tokens=32,
+    final_norm="pre",
+    values=None,
+    **options,
+) -> Written:
+    """Write a dataset of several parts with a small grid, so that every border occurs."""
+    from hsfmt import DatasetWriter
+
+    content = {}
+    per_part = -(-len(lengths) // parts)
+    for part in range(parts):
+        with DatasetWriter(
+            path, layers=list(layers), hidden_size=hidden, final_norm=final_norm, dtype=dtype, codec=codec,
+            chunk_tokens=chunk_tokens, shard_tokens=shard_tokens, **options,
+        ) as writer:  # fmt: skip
+            for number in range(part * per_part, min((part + 1) * per_part, len(lengths))):
+                sample = make_content(
+                    number, f"id-{number:03}", lengths[number], layers=len(layers), hidden=hidden, name=dtype
+                )
+                if dtype == "float8_e4m3fn":
+                    scales = np.random.default_rng(number).uniform(0.01, 3, lengths[number]).astype(np.float32)
+                    sample.extras["hidden_states_scale"] = scales
+                if values is not None:
+                    sample.extras |= values(number, lengths[number])
+                content[sample.sample_id] = sample
+                writer.write(
+                    sample.sample_id, sample.input_ids, as_written(sample.states, dtype), sample.loss_mask,
+                    sample.metadata, source_index=number, **sample.extras,
+                )  # fmt: skip
+    return Written(path, content, list(layers), dtype)
 
 
 class CountingStore(LocalStore):
@@ -84,9 +128,9 @@ class CountingStore(LocalStore):
         self.reads.append(path)
         return super().read(path, max_nbytes)
 
-    def read_ranges(self, ranges):
+    def read_each(self, ranges):
         self.batches.append(list(ranges))
-        return super().read_ranges(ranges)
+        return super().read_each(ranges)
 
 
 class RemoteLikeStore(CountingStore):
@@ -100,6 +144,7 @@ def flip_bit(path: Path, position: int, bit: int = 3) -> None:
     data = bytearray(path.read_bytes())
     data[position] ^= 1 << bit
     path.write_bytes(data)
+    places.CURRENT[-1].changed(path)
 
 
 def assert_same(read, wanted: Content, start: int = 0, stop: int | None = None, planes=slice(None)) -> None:

@@ -195,3 +195,10 @@ def test_nothing_but_files_that_look_like_samples(tmp_path, name, words):
     (tmp_path / name).touch()
     with pytest.raises(NotFoundError, match=words):
         find_source(tmp_path)
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/dump/*.pt", "https://user:secret@host/dump"])
+def test_folders_at_urls(url):
+    with pytest.raises(UsageError, match=r"expected a local folder of files, got a URL — copy it here first") as caught:
+        find_source(url)
+    assert "secret" not in str(caught.value)

@@ -273,7 +273,7 @@ def test_without_hard_links_one_of_many_threads_creates(tmp_path, no_hard_links,
 
     def create(round_, me, outcomes):
         store = open_store(tmp_path / str(round_))
-        barrier.wait(60)
+        barrier.wait(300)
         outcomes[me] = store.create("zarr.json", b"%d" % me * 1000)
 
     for round_ in range(10):
@@ -282,7 +282,7 @@ def test_without_hard_links_one_of_many_threads_creates(tmp_path, no_hard_links,
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(300)
         winners = [me for me, created in outcomes.items() if created]
         content = (tmp_path / str(round_) / "zarr.json").read_bytes()
         assert content in [b"%d" % me * 1000 for me in winners], "whole, and of one who was told so"
@@ -319,8 +319,9 @@ def test_link_that_nfs_reports_twice_is_ours(store, recorder, monkeypatch):
 
 
 def test_short_writes_and_reads_are_continued(store, monkeypatch):
-    real_write, real_preadv = os.write, os.preadv
+    real_write, real_read, real_preadv = os.write, os.read, os.preadv
     monkeypatch.setattr(os, "write", lambda fd, data: real_write(fd, data[:3]))
+    monkeypatch.setattr(os, "read", lambda fd, nbytes: real_read(fd, min(nbytes, 3)))
     monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: real_preadv(fd, [buffers[0][:3]], offset))
     data = bytes(range(100))
     store.write("x", data)
@@ -328,6 +329,9 @@ def test_short_writes_and_reads_are_continued(store, monkeypatch):
         writer.write(data)
         writer.commit()
     assert store.read("x", 100) == store.read("y", 100) == data
+    buffer = bytearray(50)
+    store.read_into("x", 25, memoryview(buffer))
+    assert buffer == data[25:75]
 
 
 @pytest.mark.parametrize(
@@ -375,7 +379,7 @@ ROUNDS, PROCESSES = 60, 4
 def _race(root, barrier, results, me):
     for round_ in range(ROUNDS):
         store = open_store(f"{root}/{round_}")
-        barrier.wait(60)
+        barrier.wait(300)
         results.put((round_, me, store.create("zarr.json", b"%d" % me * 1000)))
 
 
@@ -385,9 +389,9 @@ def test_one_of_four_processes_creates(tmp_path):
     processes = [context.Process(target=_race, args=(tmp_path, barrier, results, me)) for me in range(PROCESSES)]
     for process in processes:
         process.start()
-    outcomes = [results.get(timeout=120) for _ in range(ROUNDS * PROCESSES)]
+    outcomes = [results.get(timeout=300) for _ in range(ROUNDS * PROCESSES)]
     for process in processes:
-        process.join(60)
+        process.join(300)
     for round_ in range(ROUNDS):
         creators = [me for at, me, created in outcomes if at == round_ and created]
         assert len(creators) == 1

@@ -1,8 +1,9 @@
 import os
+from pathlib import Path
 
 import pytest
 
-from hsfmt.errors import FormatError, HsfmtError, NotFoundError
+from hsfmt.errors import FormatError, HsfmtError, NotFoundError, StorageError, UsageError
 from hsfmt.storage import open_store
 from hsfmt.storage.base import check_path, check_prefix
 
@@ -159,3 +160,73 @@ def test_file_where_a_folder_should_be_is_not_found(tmp_path):
     assert list(store.walk("x")) == []
     with pytest.raises(NotFoundError):
         store.read("x/y", 1)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3:/bucket/states", "s3:bucket/states", Path("s3://bucket/states"), "S3:/bucket", "https:/host/states",
+        "file:/srv/states", "hf:/datasets/owner/name", "gs:/bucket", "memory:/states",
+    ],
+)  # fmt: skip
+def test_what_is_nearly_a_url_is_no_folder(url):
+    with pytest.raises(UsageError, match=r"without // — write \w+://… as text"):
+        open_store(url)
+
+
+@pytest.mark.parametrize("path", ["./s3:/bucket", "/srv/s3:/bucket", "s3", "s3.zarr/x", "httpd:/x", "notes:x"])
+def test_other_colons_are_of_paths(path):
+    assert open_store(path).is_local
+
+
+def test_schemes_are_read_in_any_case():
+    assert open_store("S3://Bucket/States").url == "s3://Bucket/States"
+    assert open_store("HTTP://127.0.0.1/States").url == "http://127.0.0.1/States"
+    assert open_store("FILE:///srv/States").is_local
+
+
+@pytest.mark.parametrize("secret", ["hunter2x", "hun/ter+2x", "hun@ter2x"])
+@pytest.mark.parametrize("scheme", ["s3", "s3a", "gs", "gcs", "S3"])
+def test_credentials_in_a_buckets_url_are_refused_and_not_shown(scheme, secret):
+    with pytest.raises(UsageError, match="a bucket's name") as caught:
+        open_store(f"{scheme}://KEY:{secret}@bucket/states")
+    assert secret not in repr(caught.value) + str(caught.value.problems)
+
+
+def test_a_bucket_is_named():
+    for url in ("s3://", "gs:///"):
+        with pytest.raises(UsageError, match="a bucket's name, got none"):
+            open_store(url)
+    arn = "s3://arn:aws:s3:eu-central-1:123456789012:accesspoint/name/states"
+    assert open_store(arn).url == arn
+
+
+@pytest.mark.parametrize("url", ["http://u:hunter2@[::1/x", "http://u:hun/ter2@host/x", "https://host:port/x"])
+def test_web_urls_that_cannot_be_read_are_refused_and_not_shown(url):
+    with pytest.raises(UsageError, match="host or port can't be read") as caught:
+        open_store(url).read("zarr.json", 10)
+    assert "hun" not in repr(caught.value) + repr(caught.value.__cause__)
+
+
+@pytest.mark.parametrize(
+    ("url", "options"),
+    [
+        ("s3://bucket/x", "hunter2"),
+        ("s3://bucket/x", [("secret", "hunter2")]),
+        ("s3://bucket/x", {"config_kwargs": "hunter2"}),
+        ("s3://bucket/x", {"client_kwargs": "hunter2"}),
+        ("http://127.0.0.1:1/x", {"headers": "hunter2"}),
+        ("http://127.0.0.1:1/x", {"client_kwargs": ["hunter2"]}),
+    ],
+)
+def test_options_of_another_type_are_refused_and_not_shown(url, options):
+    with pytest.raises(UsageError, match=r"expected a dict, got (str|list)") as caught:
+        open_store(url, options).read("zarr.json", 10)
+    assert "hunter2" not in repr(caught.value)
+
+
+@pytest.mark.parametrize("endpoint", ["127.0.0.1:9000", "minio"])
+def test_an_endpoint_without_its_scheme_is_explained(endpoint):
+    store = open_store("s3://bucket/x", {"endpoint_url": endpoint, "key": "k", "secret": "s"})
+    with pytest.raises(StorageError, match=r"expected the URL of an endpoint.* as http://HOST:PORT"):
+        store.read("zarr.json", 10)

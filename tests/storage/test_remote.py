@@ -1,5 +1,6 @@
 """RemoteStore on file systems that fail as networks do."""
 
+import asyncio
 import errno
 import multiprocessing
 import os
@@ -8,12 +9,12 @@ import threading
 import uuid
 
 import fsspec
-import loop_filesystem  # noqa: F401 - registers loop://
+import loop_filesystem
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from hsfmt.errors import CorruptionError, NotFoundError, StorageError, UsageError
-from hsfmt.storage import failures, open_store
+from hsfmt.errors import CorruptionError, NotFoundError, StorageError
+from hsfmt.storage import open_store, retries
 from hsfmt.storage.remote import RemoteStore
 
 
@@ -94,7 +95,7 @@ def fs():
 
 @pytest.fixture
 def store(fs, monkeypatch):
-    monkeypatch.setattr(failures.time, "sleep", lambda _: None)
+    monkeypatch.setattr(retries, "pause_seconds", lambda attempts, at_least: 0.0)
     store = RemoteStore("flaky://base", {})
     monkeypatch.setattr(store, "_connected", lambda: (fs, "/base"))
     return store
@@ -127,7 +128,7 @@ def test_what_always_fails_ends_typed(store, fs, call):
     fs.errors = [ConnectionResetError("reset")] * 100
     with pytest.raises(StorageError, match=r"reset.*run again"):
         call(store)
-    assert 100 - len(fs.errors) <= 2 * failures._ATTEMPTS
+    assert 100 - len(fs.errors) <= 2 * retries.ATTEMPTS
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
@@ -140,15 +141,14 @@ def test_what_will_not_pass_is_not_tried_again(store, fs, call, error):
     assert 100 - len(fs.errors) <= 2
 
 
-def test_pauses_grow(monkeypatch, store, fs):
-    pauses = []
-    monkeypatch.setattr(failures.time, "sleep", pauses.append)
-    fs.errors = [StatusError(503)] * 100
-    with pytest.raises(StorageError):
-        store.read("x", 1)
-    assert len(pauses) == failures._ATTEMPTS - 1
-    assert pauses == sorted(pauses)
-    assert 0.1 <= pauses[0] <= 0.2
+def test_budget_bounds_the_attempts(monkeypatch, store, fs):
+    monkeypatch.setenv("HSFMT_RETRY_SECONDS", "0")
+    monkeypatch.setattr(retries, "pause_seconds", lambda attempts, at_least: 0.1)
+    for call in (lambda: store.read("x", 1), lambda: store.list("")):
+        fs.errors = [StatusError(503)] * 3
+        with pytest.raises(StorageError, match="503"):
+            call()
+        assert len(fs.errors) == 2
 
 
 def test_refused_credentials_say_so(store, fs):
@@ -186,13 +186,14 @@ def test_short_body_is_tried_again_and_the_rest_kept(store, fs, monkeypatch):
 
     def short_once(path, start=None, end=None):
         data = real(path, start, end)
+        first = (start, end) not in answers
         answers.append((start, end))
-        return data[:-1] if len(answers) == 2 else data
+        return data[:-1] if start == 3 and first else data
 
     monkeypatch.setattr(fs, "cat_file", short_once)
     got = store.read_ranges([("x", 0, 2), ("x", 3, 2), ("x", 6, 2)])
     assert got == [bytes([0, 1]), bytes([3, 4]), bytes([6, 7])]
-    assert answers == [(0, 2), (3, 5), (6, 8), (3, 5)]
+    assert sorted(answers) == [(0, 2), (3, 5), (3, 5), (6, 8)]
 
 
 def test_always_short_body_is_an_error(store, fs, monkeypatch):
@@ -247,6 +248,20 @@ def test_create_that_failed_and_lost_is_not_ours(store, fs, monkeypatch):
     monkeypatch.setattr(fs, "pipe_file", overtaken)
     assert store.create("x", b"ours") is False
     assert store.read("x", 10) == b"theirs"
+
+
+@pytest.mark.parametrize("call", [CALLS["write"], CALLS["create"]], ids=["write", "create"])
+def test_a_server_that_takes_nothing_is_not_waited_for_for_ever(tmp_path, monkeypatch, call):
+    class Silent(loop_filesystem.LoopFileSystem):
+        async def _pipe_file(self, *_, **__):
+            await asyncio.Event().wait()
+
+    monkeypatch.setenv("HSFMT_TIMEOUT_SECONDS", "0")  # means the shortest
+    monkeypatch.setenv("HSFMT_RETRY_SECONDS", "0")
+    store = RemoteStore(f"loop://{tmp_path}", {})
+    monkeypatch.setattr(store, "_connected", lambda: (Silent(skip_instance_cache=True), str(tmp_path)))
+    with pytest.raises(StorageError, match="Timeout"):
+        call(store)
 
 
 class WeakFileSystem(FlakyFileSystem):
@@ -335,12 +350,12 @@ def test_upload_that_stored_less_is_an_error(multipart, fs):
         writer.commit()
 
 
-def test_missing_driver_is_a_usage_error(monkeypatch):
+def test_missing_driver_says_what_to_install(monkeypatch):
     def missing(*_, **__):
         raise ImportError("Install s3fs to access S3")
 
     monkeypatch.setattr("hsfmt.storage.remote.url_to_fs", missing)
-    with pytest.raises(UsageError, match="Install s3fs"):
+    with pytest.raises(StorageError, match=r"Install s3fs.*pip install 'hsfmt\[s3\]'"):
         open_store("s3://bucket/ds").read("x", 1)
 
 
@@ -383,7 +398,7 @@ def test_works_in_another_process(method, used_before, scheme, tmp_path):
     queue = context.SimpleQueue()
     process = context.Process(target=_use, args=(store, queue, fs_id))
     process.start()
-    process.join(60)
+    process.join(300)
     assert process.exitcode == 0
     assert queue.get() == (b"123", ["x"], True, True)
 

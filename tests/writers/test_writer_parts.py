@@ -37,7 +37,7 @@ def served(url):
     return [ids[i] for i in range(len(ids))]
 
 
-def wait_for(condition, seconds=20):
+def wait_for(condition, seconds=300):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not happen"

@@ -24,7 +24,7 @@ def create_and_write(process, folder, same, barrier, results):
     os.fsync = lambda fd: None
     for number in range(N_ROUNDS):
         layers, norm = ([1, 2], "pre") if same else ([process, process + 5], ["pre", "post"][process % 2])
-        barrier.wait(60)
+        barrier.wait(300)
         try:
             with DatasetWriter(f"{folder}/{number}", layers=layers, final_norm=norm, **SETTINGS) as writer:
                 writer.write(f"p{process}", [1, 2], np.full((2, 2, 4), process, np.float32))
@@ -47,7 +47,7 @@ def race(folder, *, same):
         process.start()
     rounds = [{} for _ in range(N_ROUNDS)]
     for _ in range(N_PROCESSES * N_ROUNDS):
-        number, process, outcome = results.get(timeout=120)
+        number, process, outcome = results.get(timeout=300)
         rounds[number][process] = outcome
     for process in processes:
         process.join()

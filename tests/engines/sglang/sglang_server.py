@@ -147,6 +147,14 @@ def serving(checkpoint, out, folder, *arguments, paths=(), env=(), **options):
         yield Server(process, url, out, log)
 
 
+def quietly(function, *arguments, **options):
+    """Call what a killed server does not answer."""
+    try:
+        return function(*arguments, **options)
+    except (OSError, ValueError):
+        return None
+
+
 def reference(folder, model, dtype):
     """What transformers computes: {prompt number: float32 [layer, token, hidden]}."""
     with np.load(folder / f"{model}-{dtype}.npz") as states:

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import program
 import pytest
-from sglang_server import HERE, check_sample, command, environment, reference, serving
+from sglang_server import HERE, check_sample, command, environment, quietly, reference, serving
 
 from hsfmt.catalog import committed_parts
 from hsfmt.storage import open_store
@@ -29,14 +29,6 @@ RETRACTION = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "6"}
 @pytest.fixture(scope="module")
 def expected(models):
     return reference(models, "qwen3", "float32")
-
-
-def quietly(function, *arguments, **options):
-    """Call what a killed server does not answer."""
-    try:
-        return function(*arguments, **options)
-    except (OSError, ValueError):
-        return None
 
 
 def verified(server):
