@@ -62,6 +62,11 @@ class _Sums:
             entry["runs"].append(run)
 
 
+def _by_start(run: dict[str, Any]) -> tuple[str, bytes]:
+    """Order runs by time, not by parts, whose names order those of one second at random."""
+    return str(run.get("started", "")), canonical.dumps(run)
+
+
 def overview(opened: Opened) -> dict[str, Any]:
     """Return the facts of a dataset as a JSON object.
 
@@ -92,7 +97,7 @@ def overview(opened: Opened) -> dict[str, Any]:
         "masks_given": sums.masks_given,
         "newer": _newer(opened, sums) if opened.store.can_list and not opened.is_live else None,
         "parts": counts["parts"],
-        "producers": list(sums.producers.values()),
+        "producers": [entry | {"runs": sorted(entry["runs"], key=_by_start)} for entry in sums.producers.values()],
         "raw_nbytes": sums.raw,
         "retracted": counts["retracted"],
         "samples": counts["samples"],
