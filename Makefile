@@ -12,6 +12,7 @@ BIN_NEWER := .venv312/bin
 BIN_BENCH := .venv-bench/bin
 PYTEST_ARGS ?= -n 2 --dist worksteal
 INSTALL := pip install --quiet --disable-pip-version-check -c constraints.txt
+INSTALL_BENCH := pip install --quiet --disable-pip-version-check -c .venv-bench/constraints.txt -c bench/constraints.txt
 
 .DELETE_ON_ERROR:
 .PHONY: help venv engines test check pytest test-engines test-deep test-remote fuzz lint format typecheck contracts demo bench test-py312 clean
@@ -50,14 +51,15 @@ venv: .venv/.installed
 	$(BIN_NEWER)/python -m $(INSTALL) --no-build-isolation --editable '.[test]'
 	@touch $@
 
-# mosaicml-streaming by itself: bench/constraints.txt says why.
+# mosaicml-streaming by itself, and a huggingface_hub of its own: bench/constraints.txt says why.
 .venv-bench/.installed: pyproject.toml constraints.txt bench/constraints.txt
 	@test -n "$(PYTHON)" || { echo 'make: no Python >= 3.11 with venv and pip found; name one: make PYTHON=/path/to/python' >&2; exit 1; }
 	@echo 'installing the environment of the bench into .venv-bench: a few minutes, about 1.7 GB'
 	test -x $(BIN_BENCH)/python || $(PYTHON) -m venv .venv-bench
 	$(BIN_BENCH)/python -m $(INSTALL) setuptools
-	$(BIN_BENCH)/python -m $(INSTALL) -c bench/constraints.txt --no-build-isolation --editable '.[bench]'
-	$(BIN_BENCH)/python -m $(INSTALL) -c bench/constraints.txt --no-deps mosaicml-streaming
+	sed '/^huggingface_hub==/d' constraints.txt > .venv-bench/constraints.txt
+	$(BIN_BENCH)/python -m $(INSTALL_BENCH) --no-build-isolation --editable '.[bench]'
+	$(BIN_BENCH)/python -m $(INSTALL_BENCH) --no-deps mosaicml-streaming
 	@touch $@
 
 # Engines and trainers, one environment each, since their pins exclude each other.
@@ -110,7 +112,8 @@ pytest: venv
 test-engines: venv engines
 	$(BIN)/python -m pytest -n 0 -m engine
 
-# Faults, kills, sweeps, fuzzing and the state machine with many more rounds: hours.
+# Faults, kills, sweeps, fuzzing and the state machine with many more rounds: hours. With PYTEST_ARGS="--junitxml FILE"
+# tests/deep_counts.py tells what they counted.
 test-deep: venv
 	HYPOTHESIS_PROFILE=explore $(BIN)/python -m pytest $(PYTEST_ARGS) -m deep
 

@@ -75,3 +75,19 @@ def test_test_data_is_complete(repo_root, data_dir, tracked):
 def test_only_scripts_are_executable(tracked, repo_root):
     executable = {path.relative_to(repo_root).as_posix() for path in tracked if path.stat().st_mode & 0o111}
     assert executable <= {".ci/run"}
+
+
+def pins(path: Path) -> dict[str, str]:
+    """Return {package: version} of a file of constraints, by pip's spelling of names."""
+    found = re.findall(r"^([\w.-]+)==(\S+)", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in found}
+
+
+def test_the_constraints_of_the_bench_agree_with_all_others(repo_root: Path) -> None:
+    """Both hold at once, and pip refuses what two files pin differently; but for what the Makefile leaves out."""
+    here, bench = pins(repo_root / "constraints.txt"), pins(repo_root / "bench" / "constraints.txt")
+    left_out = set(re.findall(r"sed '/\^(\w+)==/d' constraints.txt", (repo_root / "Makefile").read_text()))
+    assert left_out == {"huggingface_hub"}
+    shared = here.keys() & bench.keys() - {"huggingface-hub"}
+    assert len(shared) > 5
+    assert {name: bench[name] for name in shared} == {name: here[name] for name in shared}

@@ -55,9 +55,10 @@ def test_some_calls_fail_in_turn(repo_root):
 @pytest.mark.deep
 @pytest.mark.parametrize("name", SCENARIOS)
 @pytest.mark.parametrize(("mode", "faults"), [("main", MAIN), ("all", ALL)], ids=["main", "all"])
-def test_every_call_fails(repo_root, name, mode, faults):
+def test_every_call_fails(repo_root, name, mode, faults, record_property):
     """The main ways, and all of them."""
     (found,) = hunted(repo_root, "injection.py", mode, 1, name, timeout=50_000).values()
+    record_property("counts", json.dumps({what: found[what] for what in ("n_calls", "injected", "refused")}))
     assert found["injected"] > found["n_calls"]
     assert len(found["faults"]) >= len({fault for fault, _ in faults})
     assert set(found["calls"]) <= set(CALLS)

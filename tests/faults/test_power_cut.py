@@ -1,5 +1,7 @@
 """A power cut at any moment: what was acknowledged is there, and the next run ends with the same; see power_cut.py."""
 
+import json
+
 import pytest
 from power_cut import DATA, NAMES
 from scenarios import SCENARIOS
@@ -35,20 +37,23 @@ def test_an_fsync_fails_and_later_ones_lie(repo_root):
 
 @pytest.mark.deep
 @pytest.mark.parametrize("name", MAKING)
-def test_cut_after_every_call(repo_root, name):
+def test_cut_after_every_call(repo_root, name, record_property):
     (found,) = hunted(repo_root, "power_cut.py", "prefixes", 0, name, timeout=50_000).values()
+    record_property("counts", json.dumps({what: n for what, n in found.items() if isinstance(n, int)}))
     assert found["cuts"] == (found["events"] + 1) * len(DATA) * len(NAMES)
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("name", MAKING)
-def test_killed_at_every_call_run_again_and_cut(repo_root, name):
+def test_killed_at_every_call_run_again_and_cut(repo_root, name, record_property):
     (found,) = hunted(repo_root, "power_cut.py", "kills", 0, name, timeout=50_000).values()
+    record_property("counts", json.dumps({what: n for what, n in found.items() if isinstance(n, int)}))
     assert found["killed"] == found["cuts"] >= 20
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("name", MAKING)
-def test_every_fsync_fails_and_later_ones_lie(repo_root, name):
+def test_every_fsync_fails_and_later_ones_lie(repo_root, name, record_property):
     (found,) = hunted(repo_root, "power_cut.py", "lies", 0, name, timeout=50_000).values()
+    record_property("counts", json.dumps({what: n for what, n in found.items() if isinstance(n, int)}))
     assert found["lied"] >= 8

@@ -1,5 +1,6 @@
 """Random histories with collections in them: no kept snapshot, durable sample or foreign file is ever lost."""
 
+import json
 import os
 from collections import Counter
 
@@ -41,8 +42,9 @@ def test_random_histories_lose_nothing(monkeypatch, tmp_path):
 
 
 @pytest.mark.deep
-def test_many_random_histories_lose_nothing(monkeypatch, tmp_path):
+def test_many_random_histories_lose_nothing(monkeypatch, tmp_path, record_property):
     counts = run(monkeypatch, tmp_path, range(1000, 1040), 100)
+    record_property("counts", json.dumps(counts))
     assert counts["collect"] >= 500
     assert counts["removed"] >= 800
     assert counts["withheld"] >= 50

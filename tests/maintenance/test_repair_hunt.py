@@ -1,5 +1,6 @@
 """Random damage to a dataset with a history: nothing comes out that was not served, and nothing goes unsaid."""
 
+import json
 import random
 import shutil
 
@@ -146,8 +147,9 @@ def test_random_damage_to_more(more_histories, tmp_path):
 
 
 @pytest.mark.deep
-def test_much_random_damage_to_more(more_histories, tmp_path):
+def test_much_random_damage_to_more(more_histories, tmp_path, record_property):
     counts = hunt(more_histories, tmp_path, range(6, 306))
+    record_property("counts", json.dumps(counts))
     assert counts["rounds"] == 300
     assert counts["damages"] > 600
     assert counts["lost"] > 60
@@ -156,8 +158,9 @@ def test_much_random_damage_to_more(more_histories, tmp_path):
 
 
 @pytest.mark.deep
-def test_much_random_damage(histories, tmp_path):
+def test_much_random_damage(histories, tmp_path, record_property):
     counts = hunt(histories, tmp_path, range(24, 1024))
+    record_property("counts", json.dumps(counts))
     assert counts["rounds"] == 1000
     assert counts["damages"] > 2000
     assert counts["lost"] > 200

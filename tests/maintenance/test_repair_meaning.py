@@ -287,7 +287,8 @@ def test_a_killed_repair_ends_the_same(tmp_path):
 
 
 @pytest.mark.deep
-def test_a_repair_killed_at_every_call_ends_the_same(tmp_path):
+def test_a_repair_killed_at_every_call_ends_the_same(tmp_path, record_property):
     done = kill_rounds(tmp_path, "repair", 1, 1, 1000)
+    record_property("counts", json.dumps(done))
     assert done["finished"]
     assert done["kills"] > 100

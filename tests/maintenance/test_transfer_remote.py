@@ -328,8 +328,11 @@ def test_killed_at_random_a_push_goes_on(s3_server, s3_faults, make_bucket, larg
 
 
 @pytest.mark.deep
-def test_killed_at_random_many_times_a_push_goes_on(s3_server, s3_faults, make_bucket, large, tmp_path):
+def test_killed_at_random_many_times_a_push_goes_on(
+    s3_server, s3_faults, make_bucket, large, tmp_path, record_property
+):
     seen = kill_rounds(s3_server, s3_faults, make_bucket, large, tmp_path, 20)
+    record_property("counts", json.dumps(seen))
     assert seen["killed"] >= 20
     assert seen["uploads"] >= 5
     assert seen["part-way"] >= 3

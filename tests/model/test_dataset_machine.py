@@ -1,5 +1,7 @@
 """The state machine of a dataset: the histories that CI has time for, and many more for nights."""
 
+import json
+
 import pytest
 from dataset_machine import DatasetMachine
 from hypothesis import HealthCheck, Phase, settings
@@ -27,20 +29,20 @@ HAPPENED = {
 IN_A_FEW = {"samples written": 30, "commits": 3, "seals": 5, "samples compared": 100}
 
 
-def run(profile, least):
+def run(profile, least, record_property):
     DONE.clear()
     run_state_machine_as_test(DatasetMachine, settings=profile)
-    print(dict(DONE))  # noqa: T201 - shown with -s, for the figures of a long run
+    record_property("counts", json.dumps(DONE))
     assert DONE["examples"] >= profile.max_examples
     assert DONE["steps"] >= profile.max_examples * profile.stateful_step_count / 2
     assert not {what: DONE[what] for what in least if DONE[what] < least[what]}, dict(DONE)
 
 
 @pytest.mark.slow
-def test_the_dataset_equals_the_model_after_every_step():
-    run(SOME, IN_A_FEW)
+def test_the_dataset_equals_the_model_after_every_step(record_property):
+    run(SOME, IN_A_FEW, record_property)
 
 
 @pytest.mark.deep
-def test_the_dataset_equals_the_model_over_long_histories():
-    run(MANY, {what: least * MANY.max_examples for what, least in HAPPENED.items()})
+def test_the_dataset_equals_the_model_over_long_histories(record_property):
+    run(MANY, {what: least * MANY.max_examples for what, least in HAPPENED.items()}, record_property)

@@ -1,6 +1,7 @@
 """Every flow on bad days of the network: the same data, or a typed error; after it, the same command goes on."""
 
 import itertools
+import json
 
 import pytest
 from flow_steps import CommandFailedError, converting, digests, held, objects, source_folder, write_part
@@ -356,7 +357,7 @@ def test_what_stays_is_a_typed_error(rig, kind, monkeypatch):
 @pytest.mark.deep
 @pytest.mark.parametrize("kind", [*READING, *WRITING])
 @pytest.mark.parametrize("name", FAULTS)
-def test_each_fault_at_each_request(rig, kind, name, monkeypatch):
+def test_each_fault_at_each_request(rig, kind, name, monkeypatch, record_property):
     if name == "stall":  # nothing else is to be given up for the machine's slowness
         monkeypatch.setenv("HSFMT_TIMEOUT_SECONDS", "2")
     rig = rig(kind)
@@ -364,4 +365,5 @@ def test_each_fault_at_each_request(rig, kind, name, monkeypatch):
     for k in range(rig.n_requests):
         rig.disturbed([(name, {"skip": k, "count": 1})], passing=name in PASSING)
         rig.disturbed([(name, {"skip": k, "count": None})], passing=False)
+    record_property("counts", json.dumps({"runs": 2 * rig.n_requests, "injected": rig.n_injected[name]}))
     assert rig.n_injected[name] >= rig.n_requests

@@ -214,8 +214,9 @@ def test_killed_at_random_it_leaves_nothing_or_a_whole_object(s3_server, bucket,
 
 
 @pytest.mark.deep
-def test_killed_at_random_many_times(s3_server, bucket, s3_faults, tmp_path):
+def test_killed_at_random_many_times(s3_server, bucket, s3_faults, tmp_path, record_property):
     killed, left_over = kill_rounds(s3_server, s3_faults, f"s3://{bucket}/a/dataset", tmp_path, 60)
+    record_property("counts", json.dumps({"killed": killed, "left over": left_over}))
     assert killed >= 20
     assert left_over >= 5
 

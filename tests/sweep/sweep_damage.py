@@ -93,6 +93,10 @@ class Tally:
     def total(self, *outcomes: str) -> int:
         return sum(counts[outcome] for counts in self.counts.values() for outcome in outcomes or counts)
 
+    def sums(self) -> dict[str, int]:
+        """Return how often there was each outcome, by all paths."""
+        return dict(sum(self.counts.values(), Counter()))
+
     def table(self) -> str:
         return "\n".join(f"{path:22} {dict(sorted(counts.items()))}" for path, counts in self.counts.items())
 

@@ -1,5 +1,6 @@
 """Changed bytes, anywhere in any file, by every path out: the same as before, or an error with the file's name."""
 
+import json
 from contextlib import ExitStack
 
 import pytest
@@ -127,10 +128,11 @@ def verify_all(sweep: Sweep, path, names: list[str], position: int, mask: int, t
 @pytest.mark.deep
 @pytest.mark.parametrize("turn", range(len(MASKS)))
 @pytest.mark.parametrize("first", range(STEP))
-def test_every_byte_by_every_path(sweep, first, turn):
+def test_every_byte_by_every_path(sweep, first, turn, record_property):
     """All of them together: every byte, with every mask, by every path."""
     tally = Tally()
     n_bytes = sweep_bytes(sweep, first, turn, tally)
+    record_property("counts", json.dumps({"flips": n_bytes} | tally.sums()))
     check_tally(tally)
     assert n_bytes > 300
     assert tally.total() == n_bytes * len(PATHS)

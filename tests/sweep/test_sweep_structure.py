@@ -1,5 +1,6 @@
 """Whole files deleted, cut, grown, swapped, stale, foreign or no files at all, by every path: the same, or the name."""
 
+import json
 import os
 import shutil
 from collections import Counter
@@ -236,10 +237,11 @@ def test_damage_of_every_kind_to_every_file(sweep, exchanges):
 
 @pytest.mark.deep
 @pytest.mark.parametrize("path", LOCAL, ids=lambda path: path.name.replace(" ", "_"))
-def test_damage_of_every_kind_to_every_file_by_every_path(sweep, exchanges, path):
+def test_damage_of_every_kind_to_every_file_by_every_path(sweep, exchanges, path, record_property):
     tally = Tally()
     for damage, names, apply in cases(sweep, exchanges):
         run(sweep, [path], damage, names, apply, tally)
+    record_property("counts", json.dumps(tally.sums()))
     assert tally.silent == [], tally.table()
     assert tally.total() > 1000
     assert tally.total("error") > 40

@@ -1,5 +1,6 @@
 """kill -9 of programs that write into a bucket: nothing is committed or whole parts, and the next run completes."""
 
+import json
 from functools import partial
 
 import numpy as np
@@ -53,9 +54,14 @@ def test_a_killed_conversion_leaves_whole_parts(convert_rounds):
     assert convert_rounds.killed == 1
 
 
+def seen(rounds):
+    return {what: getattr(rounds, what) for what in ("killed", "uploads", "with_parts", "durable")}
+
+
 @pytest.mark.deep
-def test_writers_killed_at_many_requests(writer_rounds):
+def test_writers_killed_at_many_requests(writer_rounds, record_property):
     kill_spread(writer_rounds, 100)
+    record_property("counts", json.dumps(seen(writer_rounds)))
     assert writer_rounds.killed >= 90
     assert writer_rounds.uploads >= 10
     assert writer_rounds.with_parts >= 30
@@ -63,8 +69,9 @@ def test_writers_killed_at_many_requests(writer_rounds):
 
 
 @pytest.mark.deep
-def test_conversions_killed_at_many_requests(convert_rounds):
+def test_conversions_killed_at_many_requests(convert_rounds, record_property):
     kill_spread(convert_rounds, 40)
+    record_property("counts", json.dumps(seen(convert_rounds)))
     assert convert_rounds.killed >= 30
     assert convert_rounds.uploads >= 1
     assert convert_rounds.with_parts >= 5
