@@ -244,7 +244,10 @@ def test_damage_of_every_kind_to_every_file_by_every_path(sweep, exchanges, path
     record_property("counts", json.dumps(tally.sums()))
     assert tally.silent == [], tally.table()
     assert tally.total() > 1000
-    assert tally.total("error") > 40
+    if path.opens:
+        assert tally.total("error") > 40
+    else:  # what has its files open reads those that were there
+        assert tally.total("same") == tally.total()
 
 
 REMOTE = [path for path in PATHS if path.remote]
