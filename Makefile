@@ -7,11 +7,15 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; 
 NEWER_PYTHON ?= $(shell for p in python3.12 python3.13 $(wildcard $(HOME)/.pyenv/versions/3.1[23]*/bin/python); do \
 	$$p -c 'import venv, ensurepip' 2>/dev/null && echo $$p && break; done)
 
+# What installs Azurite, the server of the tests of Azure; without it they are left out, and the run says so.
+NPM ?= $(shell command -v npm)
+
 BIN := .venv/bin
 BIN_NEWER := .venv312/bin
 BIN_BENCH := .venv-bench/bin
 PYTEST_ARGS ?= -n 2 --dist worksteal
 INSTALL := pip install --quiet --disable-pip-version-check -c constraints.txt
+AZURITE := $(if $(NPM),.azurite/.installed)
 INSTALL_BENCH := pip install --quiet --disable-pip-version-check -c .venv-bench/constraints.txt -c bench/constraints.txt
 
 .DELETE_ON_ERROR:
@@ -24,7 +28,7 @@ help:
 	@echo 'make format      let ruff put the files right'
 	@echo 'make typecheck   mypy --strict on the tree as installed'
 	@echo 'make contracts   import contracts on the tree as installed'
-	@echo 'make pytest      the tests alone; PYTEST_ARGS="-k name" for some of them'
+	@echo 'make pytest      the tests alone; PYTEST_ARGS="-k name" for some of them; those of Azure where there is npm'
 	@echo 'make test-py312  the tests that need no torch, on Python 3.12 or 3.13'
 	@echo 'make bench       this reader beside what else people read with; BENCH_ARGS=--quick for a minute of it'
 	@echo 'make venv        only the environment, in .venv'
@@ -49,6 +53,13 @@ venv: .venv/.installed
 	test -x $(BIN_NEWER)/python || $(NEWER_PYTHON) -m venv .venv312
 	$(BIN_NEWER)/python -m $(INSTALL) setuptools
 	$(BIN_NEWER)/python -m $(INSTALL) --no-build-isolation --editable '.[test]'
+	@touch $@
+
+.azurite/.installed: tests/servers/npm-requirements.txt
+	@test -n "$(NPM)" || { echo 'make: no npm found, which installs Azurite; name one: make NPM=/path/to/npm' >&2; exit 1; }
+	@echo 'installing Azurite into .azurite'
+	rm -rf .azurite
+	$(NPM) install --silent --no-audit --no-fund --ignore-scripts --prefix .azurite $$(cat $<)
 	@touch $@
 
 # mosaicml-streaming by itself, and a huggingface_hub of its own: bench/constraints.txt says why.
@@ -105,7 +116,7 @@ check:
 	@$(MAKE) --no-print-directory typecheck
 	@$(MAKE) --no-print-directory contracts
 
-pytest: venv
+pytest: venv $(AZURITE)
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m 'not engine and not deep'
 
 # One at a time: each starts servers, and the machine may have two cores.
@@ -114,7 +125,7 @@ test-engines: venv engines
 
 # Faults, kills, sweeps, fuzzing and the state machine with many more rounds: hours. With PYTEST_ARGS="--junitxml FILE"
 # tests/deep_counts.py tells what they counted.
-test-deep: venv
+test-deep: venv $(AZURITE)
 	HYPOTHESIS_PROFILE=explore $(BIN)/python -m pytest $(PYTEST_ARGS) -m deep
 
 # The readers' tests once more, with every dataset that they open in a bucket, and then on a web server: half an hour.
@@ -153,7 +164,7 @@ test-py312:
 ifeq ($(NEWER_PYTHON),)
 	@echo 'make test-py312: NOT RUN, no Python 3.12 or 3.13 found; name one: make test-py312 NEWER_PYTHON=/path/to/python'
 else
-	@$(MAKE) --no-print-directory .venv312/.installed
+	@$(MAKE) --no-print-directory .venv312/.installed $(AZURITE)
 	@$(BIN_NEWER)/python -c 'import sys, zarr, numcodecs; print("Python", sys.version.split()[0], "zarr", zarr.__version__, "numcodecs", numcodecs.__version__)'
 	$(BIN_NEWER)/python -m pytest $(PYTEST_ARGS) -m 'not torch and not engine and not deep'
 endif

@@ -11,7 +11,7 @@ from hsfmt.cli.card_escapes import public_text
 from hsfmt.cli.dataset_card import StoredSums, dataset_card
 from hsfmt.cli.failures import dumps
 from hsfmt.cli.opening import check_place
-from hsfmt.cli.options import LocalFile, fingerprint, json_option
+from hsfmt.cli.options import LocalFile, json_option, stored_fingerprint
 from hsfmt.cli.storage_options import dataset_argument, storage_option
 from hsfmt.errors import UsageError
 from hsfmt.readers.open_snapshot import LIVE, choose_snapshot
@@ -31,7 +31,7 @@ from hsfmt.storage.read_together import read_together
 @click.option(
     "--snapshot",
     metavar="FINGERPRINT",
-    callback=fingerprint,
+    callback=stored_fingerprint,
     help="A stored snapshot's fingerprint. [default: the sealed one]",
 )
 @storage_option
@@ -42,9 +42,10 @@ def command(*, store: Store, output: Path | None, force: bool, snapshot: str | N
     It is made of the header and the snapshot alone: nothing of machines, folders and commands of those who made it.
     """
     if snapshot == LIVE:
-        raise UsageError.at("snapshot", expected="a sealed snapshot", got="live", remedy="run `hsfmt seal` first")
+        remedy = f"run `hsfmt seal {store.url}`"
+        raise UsageError.at("snapshot", expected="a sealed snapshot", got="live", remedy=remedy)
     check_place(store)
-    chosen = choose_snapshot(store, snapshot)[1]
+    chosen = choose_snapshot(store, snapshot, sealed_only=True)[1]
     stored = StoredSums()
     files = read_together(store, [ref.documents[0] for ref in chosen.parts])
     for ref in chosen.parts:

@@ -61,7 +61,7 @@ def show(error: BaseException) -> None:
     elif isinstance(error, click.Abort | KeyboardInterrupt):
         click.echo("terminated (SIGTERM)" if _is_terminated(error) else "interrupted", err=True)
     else:
-        for line in _lines(problems(error)):
+        for line in _lines(error.shown() if isinstance(error, HsfmtError) else problems(error)):
             click.echo(f"error: {one_line(line)}", err=True)
 
 

@@ -112,8 +112,9 @@ def main() -> None:
     """Datasets of multi-layer LLM hidden states: convert, check, look at, seal."""
     # The commands report by themselves; without a handler, Python would print the package's warnings once more.
     logging.getLogger("hsfmt").addHandler(logging.NullHandler())
-    # gcsfs would print the traceback of a failure that is an error of ours, too.
+    # gcsfs and azure-identity would print what a failure is made of that is an error of ours, too.
     logging.getLogger("gcsfs").addHandler(logging.NullHandler())
+    logging.getLogger("azure").addHandler(logging.NullHandler())
 
 
 if __name__ == "__main__":

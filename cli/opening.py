@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hsfmt import layout
 from hsfmt.catalog import read_header, read_pointer
-from hsfmt.errors import HsfmtError, NotFoundError
+from hsfmt.errors import HsfmtError
 from hsfmt.pointer import Pointer
 from hsfmt.readers.open_snapshot import LIVE, SnapshotChoice, choose_snapshot
-from hsfmt.root import enclosing_dataset
+from hsfmt.root import read_root, refuse_inner
 from hsfmt.snapshot import Snapshot, SnapshotIds
 from hsfmt.storage import Store
 from hsfmt.stored_snapshots import stored_snapshots
@@ -41,19 +42,12 @@ def check_place(store: Store) -> None:
     NotFoundError
         It is one.
     """
-    if not store.is_local:
-        return
+    if next(store.above(layout.OWN_FOLDERS), None) is None:
+        return  # nor is a request made
     try:
-        read_header(store)
+        read_root(store)
     except HsfmtError as error:
-        outer = enclosing_dataset(store)
-        if outer is not None:
-            raise NotFoundError.at(
-                store.url,
-                expected="the folder of a dataset",
-                got="a folder within one",
-                remedy=f"name the dataset, which lies further up: {outer}",
-            ) from error
+        refuse_inner(store, error)
 
 
 def snapshot_to_read(store: Store, which: str | None) -> str | None:

@@ -27,6 +27,7 @@ _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
     _UNITS |= {f"{_letter}ib": 1024**_power, f"{_letter}b": 1000**_power, _letter: 1024**_power}
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)")
+_A_FINGERPRINT = "a fingerprint like xxh3_128:<32 hex digits>, as hsfmt info shows it"
 
 
 def layer_ids(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
@@ -52,8 +53,14 @@ def fingerprint(ctx: click.Context, param: click.Parameter, value: str | None) -
     """Return a snapshot's fingerprint, or live: the callback of such options."""
     if value is None or value == "live" or is_digest(value):
         return value
-    message = f"{value!r} is neither live nor a fingerprint like xxh3_128:<32 hex digits>, as hsfmt info shows it"
-    raise click.BadParameter(message, ctx, param)
+    raise click.BadParameter(f"{value!r} is neither live nor {_A_FINGERPRINT}", ctx, param)
+
+
+def stored_fingerprint(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    """Return a snapshot's fingerprint, or live for the command to refuse, as it knows what to do instead."""
+    if value is None or value == "live" or is_digest(value):
+        return value
+    raise click.BadParameter(f"{value!r} is not {_A_FINGERPRINT}", ctx, param)
 
 
 def json_option(function: F) -> F:

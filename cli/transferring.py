@@ -10,7 +10,7 @@ import click
 
 from hsfmt.cli import units
 from hsfmt.cli.failures import dumps, one_line
-from hsfmt.cli.options import fingerprint, json_option, quiet_option
+from hsfmt.cli.options import json_option, quiet_option, stored_fingerprint
 from hsfmt.cli.progress import open_progress
 from hsfmt.cli.storage_options import open_sides, side_options
 from hsfmt.cli.termination import sigterm_interrupts
@@ -32,7 +32,7 @@ def transfer_options(function: F) -> F:
             click.option(
                 "--snapshot",
                 metavar="FINGERPRINT",
-                callback=fingerprint,
+                callback=stored_fingerprint,
                 help="A stored snapshot's fingerprint. [default: the sealed one]",
             ),
             click.option(

@@ -14,17 +14,18 @@ import numpy.typing as npt
 
 from hsfmt import digests, layout, tables
 from hsfmt.errors import CorruptionError, FormatError, HeaderMismatchError, NotFoundError, UsageError
-from hsfmt.header import MAX_HEADER_NBYTES, Header, check_same_meaning
+from hsfmt.header import Header, check_same_meaning
 from hsfmt.index import MAX_ID_NBYTES, PartIndex, parse_index
 from hsfmt.manifest import MAX_MANIFEST_NBYTES, PartManifest, parse_manifest
+from hsfmt.naming import names_dataset
 from hsfmt.pointer import MAX_POINTER_NBYTES, Pointer, parse_pointer
-from hsfmt.root import ROOT_REMEDY, enclosing_dataset, header_of_manifests, refuse_file
+from hsfmt.root import enclosing_dataset, header_of_manifests, read_root, refuse_file, refuse_inner
 from hsfmt.snapshot import RETRACT_AGAIN, PartRef, Snapshot, SnapshotIds, parse_snapshot
 from hsfmt.snapshot_builder import LoadedPart
 from hsfmt.storage import Reads, Store
 from hsfmt.storage.read_together import read_together
 from hsfmt.versions import check_writable
-from hsfmt.zarr_metadata import group_document, parse_root, root_document
+from hsfmt.zarr_metadata import group_document, root_document
 
 _POINTER_REMEDY = f"restore it from a copy, or run `hsfmt repair`; {RETRACT_AGAIN} if it says so"
 # Which of the two was changed can't be told from one part.
@@ -35,32 +36,22 @@ _HEADER_REMEDY = (
 _OWN_ENTRIES = {"hsfmt", "parts", layout.ROOT_METADATA}
 
 
+@names_dataset
 def read_header(store: Store) -> Header:
     """Return the dataset's header from its root group.
 
     Raises
     ------
     NotFoundError
-        There is no dataset, or its root document is gone.
+        There is no dataset, its root document is gone, or it is a folder within a dataset.
     FormatError, FormatVersionError
         The root document is not one of this format, or needs a newer library.
     """
     try:
-        data = store.read(layout.ROOT_METADATA, MAX_HEADER_NBYTES)
-    except NotFoundError:
-        parts = committed_parts(store) if store.can_list else []
-        if parts:
-            raise NotFoundError.at(
-                f"{store.url}: {layout.ROOT_METADATA}",
-                expected="the root document of a dataset",
-                got=f"nothing, beside {len(parts)} committed parts",
-                remedy=f"restore the file from a copy, or {ROOT_REMEDY}",
-            ) from None
-        remedy = "check the path; `hsfmt convert SRC DST` or DatasetWriter makes a dataset"
-        raise NotFoundError.at(
-            store.url, expected="an hsfmt dataset", got="no zarr.json there", remedy=remedy
-        ) from None
-    return parse_root(data, layout.ROOT_METADATA)
+        return read_root(store)
+    except (NotFoundError, FormatError, CorruptionError) as error:
+        refuse_inner(store, error)
+        raise
 
 
 def ensure_dataset(store: Store, wanted: Header) -> Header:
@@ -157,6 +148,7 @@ def _read_named(store: Reads, path: str, max_nbytes: int) -> bytes:
         raise NotFoundError([replace(problem, remedy=remedy) for problem in error.problems]) from None
 
 
+@names_dataset
 def load_manifest(store: Reads, part: str, header: Header, digest: str | None = None) -> PartManifest:
     """Return a part's manifest.
 
@@ -199,6 +191,7 @@ def load_manifests(store: Store, parts: Iterable[str], header: Header) -> dict[s
     return {name: load_manifest(files, name, header) for name in names}
 
 
+@names_dataset
 def load_index(store: Reads, manifest: PartManifest) -> PartIndex:
     """Return a part's index, compared with the digest in its manifest.
 
@@ -288,6 +281,7 @@ def load_current(
     return {name: known[name] for name in names}
 
 
+@names_dataset
 def read_pointer(store: Store) -> Pointer | None:
     """Return the pointer to the current snapshot, None when the dataset was never sealed."""
     try:
@@ -300,6 +294,7 @@ def read_pointer(store: Store) -> Pointer | None:
         raise CorruptionError([replace(problem, remedy=_POINTER_REMEDY) for problem in error.problems]) from None
 
 
+@names_dataset
 def read_snapshot(store: Store, fingerprint: str, max_nbytes: int = tables.MAX_TABLE_NBYTES) -> tuple[Snapshot, bytes]:
     """Return a snapshot by its fingerprint, and the bytes of its index.
 
@@ -315,6 +310,7 @@ def read_snapshot(store: Store, fingerprint: str, max_nbytes: int = tables.MAX_T
     return parse_snapshot(data, path, fingerprint), data
 
 
+@names_dataset
 def load_ref(store: Reads, ref: PartRef, header: Header) -> LoadedPart:
     """Return a part that a snapshot names, each file compared with the snapshot's digest.
 
@@ -338,6 +334,7 @@ def load_ref(store: Reads, ref: PartRef, header: Header) -> LoadedPart:
     return LoadedPart(manifest, load_index(store, manifest))
 
 
+@names_dataset
 def load_listed(store: Reads, snapshot: Snapshot, number: int) -> LoadedPart:
     """Return a part by its place in a snapshot's parts table; it has all rows that the snapshot takes from it.
 
@@ -377,6 +374,7 @@ def check_listed(snapshot: Snapshot, number: int, lengths: npt.NDArray[np.int64]
         raise CorruptionError.at(f"snapshot {snapshot.fingerprint}", expected=expected, got=got)
 
 
+@names_dataset
 def load_ids(store: Store, ref: PartRef) -> SnapshotIds:
     """Return the ids of a part that a snapshot names, out of its index alone: the manifest may be gone.
 

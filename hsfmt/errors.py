@@ -5,9 +5,10 @@ Every error carries its problems as data: where, expected, got, remedy. `exit_co
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Self
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +48,14 @@ class HsfmtError(Exception):
     ----------
     problems : tuple[Problem, ...]
         All that was found wrong; empty only for an error that came out of another process as text.
+    dataset : str
+        URL or path of the dataset that it is about, without secrets, or "". The text begins with it; `where` does not.
     exit_code : int
         Exit code of the command line: 1 problems in the data, 2 usage or bad input, 3 not found or storage failure.
     """
 
     exit_code = 1
+    dataset: str = ""
 
     def __init__(self, problems: Iterable[Problem] | str) -> None:
         # A text is what torch's DataLoader calls the class with, to raise a worker's error again in the parent.
@@ -63,8 +67,23 @@ class HsfmtError(Exception):
         """Make the error of a single problem."""
         return cls([Problem(where, expected, got, remedy, samples)])
 
-    def __reduce__(self) -> tuple[type[Self], tuple[tuple[Problem, ...] | str]]:
-        return type(self), (self.problems or str(self),)
+    def shown(self) -> tuple[Problem, ...]:
+        """Return the problems as people are told them: each names the dataset, and none does so twice."""
+        return tuple(
+            problem if self._is_named_by(problem) else replace(problem, where=f"{self.dataset}: {problem.where}")
+            for problem in self.problems
+        )
+
+    def _is_named_by(self, problem: Problem) -> bool:
+        # Not by the name of one beside it, which begins alike; and a remedy says what to do, not where it is.
+        named = re.compile(rf"{re.escape(self.dataset)}(?![\w-])")
+        return not self.dataset or any(map(named.search, (problem.where, problem.expected, problem.got)))
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.shown())) if self.problems else Exception.__str__(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.problems or str(self),), {"dataset": self.dataset}
 
 
 class CorruptionError(HsfmtError, ValueError):
@@ -123,8 +142,6 @@ class SampleNotFoundError(HsfmtError, KeyError):
     """No sample of that id in the snapshot."""
 
     exit_code = 3
-
-    __str__ = Exception.__str__
 
 
 class StorageError(HsfmtError, OSError):

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from hsfmt.errors import FormatError
 
 ROOT_METADATA = "zarr.json"
+OWN_FOLDERS = frozenset({"hsfmt", "parts"})
 PARTS_METADATA = "parts/zarr.json"
 POINTER = "hsfmt/manifest.json"
 MANIFESTS = "hsfmt/manifests"

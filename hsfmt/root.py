@@ -12,9 +12,9 @@ from hsfmt import layout
 from hsfmt.errors import CorruptionError, FormatVersionError, HsfmtError, NotFoundError, UsageError
 from hsfmt.header import MAX_HEADER_NBYTES, Header
 from hsfmt.manifest import MAX_MANIFEST_NBYTES, parse_manifest
+from hsfmt.naming import names_dataset
 from hsfmt.pointer import MAX_POINTER_NBYTES, parse_pointer
 from hsfmt.storage import Store
-from hsfmt.storage.local import LocalStore
 from hsfmt.zarr_metadata import parse_root
 
 ROOT_REMEDY = (
@@ -22,6 +22,7 @@ ROOT_REMEDY = (
 )
 
 
+@names_dataset
 def header_of_manifests(store: Store, parts: Iterable[str]) -> Header | None:
     """Return the header that all these committed parts repeat; without any, that of the pointer, None without that.
 
@@ -66,19 +67,74 @@ def refuse_file(store: Store) -> None:
         raise UsageError.at(store.url, expected="a folder, or a name for one", got=f"a file: {file}")
 
 
+def read_root(store: Store) -> Header:
+    """Return the header that the root document holds; whether this is a folder of another dataset is not looked at.
+
+    Raises
+    ------
+    NotFoundError
+        There is no dataset, or its root document is gone.
+    FormatError, FormatVersionError
+        The root document is not one of this format, or needs a newer library.
+    """
+    try:
+        data = store.read(layout.ROOT_METADATA, MAX_HEADER_NBYTES)
+    except NotFoundError:
+        names = store.list(layout.MANIFESTS) if store.can_list else []
+        n_parts = sum(layout.part_of_manifest(name) is not None for name in names)
+        if n_parts:
+            raise NotFoundError.at(
+                f"{store.url}: {layout.ROOT_METADATA}",
+                expected="the root document of a dataset",
+                got=f"nothing, beside {n_parts} committed parts",
+                remedy=f"restore the file from a copy, or {ROOT_REMEDY}",
+            ) from None
+        remedy = "check the path; `hsfmt convert SRC DST` or DatasetWriter makes a dataset"
+        raise NotFoundError.at(
+            store.url, expected="an hsfmt dataset", got="no zarr.json there", remedy=remedy
+        ) from None
+    return parse_root(data, layout.ROOT_METADATA)
+
+
 def enclosing_dataset(store: Store) -> str | None:
-    """Return the folder of the dataset that a local folder lies in, None if in none; one stat for each folder above."""
-    if not store.is_local:
-        return None
-    for folder in Path(store.url).resolve().parents:
-        above = LocalStore(folder)
+    """Return the dataset that a folder lies in, None if in none.
+
+    Locally it takes a stat for each folder above; elsewhere a request or two, and none unless the URL has a folder of a
+    dataset's own in it.
+    """
+    for above in store.above(layout.OWN_FOLDERS):
         try:
-            if above.size(layout.ROOT_METADATA) is None:
-                continue
+            if above.is_local and above.size(layout.ROOT_METADATA) is None:
+                continue  # nothing outside is opened that is not there; elsewhere it would be a request more
             parse_root(above.read(layout.ROOT_METADATA, MAX_HEADER_NBYTES), layout.ROOT_METADATA)
         except FormatVersionError:
-            return str(folder)
+            return above.url
         except HsfmtError:
-            continue  # a Zarr group of something else, or one that can't be read
-        return str(folder)
+            continue  # nothing, a Zarr group of something else, or one that can't be read
+        return above.url
     return None
+
+
+def refuse_inner(store: Store, error: HsfmtError) -> None:
+    """Refuse a folder within a dataset, by naming the dataset.
+
+    Parameters
+    ----------
+    store
+        Where no dataset can be read.
+    error
+        Why.
+
+    Raises
+    ------
+    NotFoundError
+        It lies in one.
+    """
+    outer = enclosing_dataset(store)
+    if outer is not None:
+        raise NotFoundError.at(
+            store.url,
+            expected="the folder of a dataset",
+            got="a folder within one",
+            remedy=f"name the dataset, which lies further up: {outer}",
+        ) from error

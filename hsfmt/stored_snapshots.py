@@ -10,6 +10,7 @@ from dataclasses import replace
 from hsfmt import digests, layout
 from hsfmt.catalog import read_snapshot
 from hsfmt.errors import NotFoundError
+from hsfmt.naming import names_dataset
 from hsfmt.pointer import Pointer
 from hsfmt.snapshot import Snapshot
 from hsfmt.storage import Store
@@ -17,6 +18,7 @@ from hsfmt.storage import Store
 POINTED_AT = f"the snapshot that {layout.POINTER} names"
 
 
+@names_dataset
 def read_current(store: Store, pointer: Pointer) -> Snapshot:
     """Return the snapshot that the pointer names.
 

@@ -129,7 +129,9 @@ def damage_needs_repair() -> Iterator[None]:
     try:
         yield
     except (CorruptionError, FormatError) as error:
-        raise type(error)([replace(each, remedy=each.remedy or _REMEDY) for each in error.problems]) from error
+        again = type(error)([replace(each, remedy=each.remedy or _REMEDY) for each in error.problems])
+        again.dataset = error.dataset
+        raise again from error
 
 
 def _find_roots(store: Store, keep: Keep, known: Roots | None) -> Roots:

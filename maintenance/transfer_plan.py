@@ -128,10 +128,10 @@ def plan_transfer(source: Store, destination: Store, which: str | None, connecti
         The destination is another dataset, or has what the source has not.
     """
     if which == LIVE:
-        remedy = "seal it first, or name a snapshot's fingerprint"
+        remedy = f"run `hsfmt seal {source.url}`, or name a snapshot's fingerprint"
         raise UsageError.at("snapshot", expected="a sealed snapshot", got="live", remedy=remedy)
     check_apart(source, destination)
-    snapshot = choose_snapshot(source, which)[1]
+    snapshot = choose_snapshot(source, which, sealed_only=True)[1]
     header = read_header(source)
     if header.digest() != snapshot.header.digest():
         got = f"header {header.digest()}"

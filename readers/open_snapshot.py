@@ -13,6 +13,7 @@ from hsfmt import layout, tables
 from hsfmt.catalog import read_header, read_pointer, read_snapshot
 from hsfmt.digests import is_digest
 from hsfmt.errors import CorruptionError, NotFoundError, UsageError
+from hsfmt.naming import names_dataset
 from hsfmt.readers.local_cache import LocalCache
 from hsfmt.sealing import build_live
 from hsfmt.snapshot import Snapshot, SnapshotIds, parse_snapshot, parse_snapshot_ids
@@ -20,6 +21,7 @@ from hsfmt.storage import Store
 from hsfmt.stored_snapshots import POINTED_AT, stored_snapshots
 
 LIVE = "live"
+_READ_LIVE = 'snapshot="live", or --snapshot live, reads whatever is committed now'
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +88,14 @@ class SnapshotChoice:
         )
 
 
+@names_dataset
 def choose_snapshot(
-    store: Store, which: str | None, cache: LocalCache | None = None
+    store: Store, which: str | None, cache: LocalCache | None = None, *, sealed_only: bool = False
 ) -> tuple[SnapshotChoice, Snapshot]:
     """Resolve and load a snapshot: None is the sealed one, "live" all that is committed now, else a fingerprint.
 
-    The pointer is never taken out of a cache.
+    The pointer is never taken out of a cache. `sealed_only` says that the caller has no use for a live one, so that no
+    error may advise it.
 
     Raises
     ------
@@ -113,6 +117,9 @@ def choose_snapshot(
         choice = SnapshotChoice(which, tables.MAX_TABLE_NBYTES)
         return choice, choice.load(store, cache)
     pointer = read_pointer(store)
+    # What lists nothing can neither be sealed nor read live.
+    seal = f"run `hsfmt seal {store.url}`" if store.can_list else "run `hsfmt seal` where its files are"
+    live = f"; {_READ_LIVE}" if store.can_list and not sealed_only else ""
     if pointer is None:
         read_header(store)
         if store.can_list and (found := stored_snapshots(store)):
@@ -121,10 +128,9 @@ def choose_snapshot(
                 layout.POINTER,
                 expected=f"a pointer to one of the {len(found)} snapshots that are there",
                 got="nothing",
-                remedy='restore it from a copy, or run `hsfmt seal`; snapshot="live" reads whatever is committed now',
+                remedy=f"restore it from a copy, or {seal}{live}",
             )
-        remedy = 'run `hsfmt seal`, or ask for snapshot="live" to read whatever is committed now'
-        raise NotFoundError.at(store.url, expected="a sealed dataset", got="no snapshot", remedy=remedy)
+        raise NotFoundError.at(store.url, expected="a sealed dataset", got="no snapshot", remedy=f"{seal}{live}")
     choice = SnapshotChoice(pointer.fingerprint, pointer.index_nbytes)
     try:
         snapshot = choice.load(store, cache)

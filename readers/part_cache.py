@@ -62,6 +62,7 @@ class _Fetched:
     """Files that were read already, some of them out of the local cache."""
 
     def __init__(self, store: Store, bodies: Mapping[str, bytes], cached: Collection[str]) -> None:
+        self.url = store.url
         self._store = store
         self._bodies = bodies
         self._cached = cached

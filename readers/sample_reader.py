@@ -17,6 +17,7 @@ from hsfmt import attachments, digests
 from hsfmt.errors import CorruptionError, SampleNotFoundError, StorageError, UsageError
 from hsfmt.header import Header
 from hsfmt.layout import index_path
+from hsfmt.naming import names_dataset
 from hsfmt.readers.batch import ReadBatch
 from hsfmt.readers.chunk_cache import ChunkCache
 from hsfmt.readers.fetch import Fetcher
@@ -167,6 +168,7 @@ class SampleReader:
     def __len__(self) -> int:
         return self.snapshot.n_samples
 
+    @names_dataset
     def attachments(self) -> dict[str, npt.NDArray[Any]]:
         """Return the arrays that belong to the dataset as a whole, by name, read and checked by each call.
 
@@ -217,6 +219,7 @@ class SampleReader:
             )
         return state.ids
 
+    @names_dataset
     def index_of(self, sample_id: str) -> int:
         """Return the number of the sample with that id.
 
@@ -277,6 +280,7 @@ class SampleReader:
         """Return whole samples, read by one plan; raises as `read`."""
         return self.read_requests([SampleRequest(index) for index in indices], layers=layers)
 
+    @names_dataset
     def read_requests(
         self,
         requests: Sequence[SampleRequest],
@@ -320,6 +324,7 @@ class SampleReader:
             remedy = "read a window of the tokens, fewer layers, or fewer samples at once"
             raise StorageError.at("memory", expected=expected, got=str(error) or "none", remedy=remedy) from error
 
+    @names_dataset
     def warm(self, indices: Iterable[int], layers: Sequence[int] | None = None) -> int:
         """Bring samples into the local cache without decoding them, as far as they are not there.
 
@@ -347,6 +352,7 @@ class SampleReader:
         pending = [ask(batch, number, place, request, planes, None) for (number, place), request in asked]
         return batch.warm(lambda owners: tuple(dict.fromkeys(pending[owner].sample_id for owner in owners)))
 
+    @names_dataset
     def load_parts(self, indices: Iterable[int]) -> None:
         """Load manifests and indexes of the parts that samples lie in, as far as they are not loaded; raises as `read`.
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from hsfmt.errors import CorruptionError, FormatError, HeaderMismatchError
+from hsfmt.naming import about_dataset
 from hsfmt.storage import Store
 
 _T = TypeVar("_T")
@@ -19,11 +20,12 @@ def read_twice(store: Store, read: Callable[[], _T]) -> _T:
     Raises
     ------
     HsfmtError
-        Whatever it raises, the second time if that may be damage.
+        Whatever it raises, the second time if that may be damage; it names the dataset.
     """
-    try:
+    with about_dataset(store.url):
+        try:
+            return read()
+        except _ALTERED:
+            if store.is_local:
+                raise
         return read()
-    except _ALTERED:
-        if store.is_local:
-            raise
-    return read()

@@ -22,6 +22,7 @@ from hsfmt.codecs import CRC_NBYTES, check_blosc_frame, crc32c
 from hsfmt.columns import Column
 from hsfmt.errors import CorruptionError, NotFoundError
 from hsfmt.manifest import implied_documents
+from hsfmt.naming import about_dataset
 from hsfmt.readers.part_cache import OpenPart
 from hsfmt.readers.sample_reader import SampleReader
 from hsfmt.zarr_metadata import group_document, root_document, shard_index
@@ -178,7 +179,9 @@ class VerifyingStore(Store):
     def _read_shard(self, shard: _Shard, request: ByteRequest | None) -> bytes:
         index = shard_index(shard.column, shard.number, shard.table)
         start, stop = _bounds(request, shard.chunks_nbytes + len(index))
-        body = self._read_chunks(shard, start, min(stop, shard.chunks_nbytes)) if start < shard.chunks_nbytes else b""
+        with about_dataset(self._reader.store.url):
+            has_chunks = start < shard.chunks_nbytes
+            body = self._read_chunks(shard, start, min(stop, shard.chunks_nbytes)) if has_chunks else b""
         return body + index[max(start - shard.chunks_nbytes, 0) : max(stop - shard.chunks_nbytes, 0)]
 
     def _read_chunks(self, shard: _Shard, start: int, stop: int) -> bytes:

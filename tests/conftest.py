@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from servers import azurite
 
 pytest_plugins = ["servers.server_fixtures"]
 
@@ -42,11 +43,24 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of such files `torch`; a test that imports it inside marks itself."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the tests of such files `torch`; a test that imports it inside marks itself.
+
+    Without Azurite its tests are left out.
+    """
     for item in items:
         if imports_torch(item.path):
             item.add_marker("torch")
+    if not azurite.is_installed():
+        left_out = [item for item in items if "azure_server" in getattr(item, "fixturenames", ())]
+        items[:] = [item for item in items if "azure_server" not in getattr(item, "fixturenames", ())]
+        config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say that they were."""
+    if not azurite.is_installed():
+        terminalreporter.write_line(azurite.NOT_RUN)
 
 
 @pytest.fixture(scope="session")

@@ -17,6 +17,8 @@ _LOCAL_SCHEMES = ("file://", "local://")
 # What becomes of a URL in a pathlib.Path, say: as a path it would be a folder of that name, here.
 _MANGLED = re.compile(r"(s3a?|gc?s|az|abfss?|hf|https?|s?ftp|memory|file|local):(?!//|:)", re.IGNORECASE)
 _BUCKETS = ("s3://", "s3a://", "gs://", "gcs://")
+_AZURE = ("az://", "abfs://", "abfss://")
+_AZURE_PLACE = re.compile(r"/*([a-z0-9$][a-z0-9-]*(@[\w.-]+\.[\w.-]+)?|[\w-]+\.[\w.-]+/+[a-z0-9$][a-z0-9-]*)(/|$)")
 
 
 def open_store(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Store:
@@ -69,6 +71,13 @@ def _checked(text: str) -> str:
             got = "something with @ or : in it" if bucket else "none"
             remedy = "write BUCKET/PREFIX; credentials and endpoint go into the environment, or storage_options"
             raise UsageError.at("url", expected="a bucket's name", got=got, remedy=remedy)
+    if text.startswith(_AZURE) and not _AZURE_PLACE.match(rest):
+        got = "something else before the first slash" if rest.strip("/") else "none"  # it may be a key
+        remedy = (
+            "write CONTAINER/PREFIX, or CONTAINER@ACCOUNT.dfs.core.windows.net/PREFIX; keys and tokens go into the "
+            "environment, or storage_options"
+        )
+        raise UsageError.at("url", expected="a container's name", got=got, remedy=remedy)
     return text
 
 
@@ -82,6 +91,10 @@ def _remote_store(url: str, storage_options: Mapping[str, Any]) -> Store:
         from hsfmt.storage.hub import HubStore
 
         return HubStore(url, storage_options)
+    if url.startswith(_AZURE):
+        from hsfmt.storage.azure import AzureStore
+
+        return AzureStore(url, storage_options)
     from hsfmt.storage.remote import RemoteStore
 
     return RemoteStore(url, storage_options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
@@ -143,6 +143,9 @@ class Upload:
 
 class Reads(Protocol):
     """What reading whole objects needs of a store."""
+
+    url: str
+    """As `Store.url`."""
 
     def read(self, path: str, max_nbytes: int) -> bytes:
         """Return the whole object; see `Store.read`."""
@@ -317,6 +320,13 @@ class Store(ABC):
 
         None if there is no such object, or the storage does not say.
         """
+
+    def above(self, names: Collection[str]) -> Iterator[Store]:  # noqa: ARG002  for those that are not local
+        """Yield the folders that this one lies in, nearest first.
+
+        Where each costs a request these are two at most: those that it lies in by way of a folder of these names.
+        """
+        yield from ()
 
     def remove_folder(self, path: str) -> None:  # noqa: B027  storages without folders have nothing to do
         """Remove a folder if it is empty; does nothing if it is not, or not there."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -18,19 +19,27 @@ _T = TypeVar("_T")
 
 _NO_CREDENTIALS = frozenset(
     {"NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "DefaultCredentialsError"}
-    | {"TokenRetrievalError", "ProfileNotFound"}
+    | {"TokenRetrievalError", "ProfileNotFound", "AzureCredentialsError"}
 )
 _NO_PROXY = frozenset({"ClientProxyConnectionError", "ProxyConnectionError"})
+_CHECK_PROXY = "check HTTP_PROXY and HTTPS_PROXY; NO_PROXY names the hosts that are reached without one"
+# Of botocore, which looks at settings, and at parameters, before it sends anything.
+_REFUSED_SETTING = re.compile("Config|DataNotFound|Invalid|NoRegion|ParamValidation|Unknown|Unsupported")
 _CREDENTIALS = {
     "s3": 'set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; storage_options={"anon": True} or '
     "FSSPEC_S3_ANON=true reads public buckets",
     "gs": 'run `gcloud auth application-default login`, or give storage_options={"token": ...}; "anon" reads public '
     "buckets",
+    "az": "set AZURE_STORAGE_CONNECTION_STRING, or AZURE_STORAGE_ACCOUNT_NAME with AZURE_STORAGE_ACCOUNT_KEY or "
+    'AZURE_STORAGE_SAS_TOKEN, or run `az login`; storage_options={"anon": True} or AZURE_STORAGE_ANON=true reads '
+    "public containers",
     "hf": "set HF_TOKEN to a token that may read this repository, or run `hf auth login`",
 }
 _ENDPOINT = {
     "s3": "check AWS_ENDPOINT_URL (or endpoint_url in storage_options), and that the server runs",
     "gs": "check the network, and STORAGE_EMULATOR_HOST (or endpoint_url in storage_options) where one is set",
+    "az": "check the account's name (AZURE_STORAGE_ACCOUNT_NAME, or the BlobEndpoint of a connection string), and the "
+    "network",
     "hf": "check HF_ENDPOINT and the network",
 }
 
@@ -145,9 +154,10 @@ def _storage_wide(error: BaseException, place: Place, reason: str) -> HsfmtError
     if set_wrong is not None:
         return set_wrong
     if is_no_bucket(error):
-        bucket = urlsplit(place.url).netloc or place.url
-        remedy = f"check the bucket's name; {_ENDPOINT.get(place.scheme, 'check the endpoint')}"
-        return StorageError.at(place.url, expected=f"a bucket {bucket!r}", got=reason, remedy=remedy)
+        bucket = urlsplit(place.url).netloc.partition("@")[0] or place.url
+        kind = "container" if place.scheme == "az" else "bucket"
+        remedy = f"check the {kind}'s name; {_ENDPOINT.get(place.scheme, 'check the endpoint')}"
+        return StorageError.at(place.url, expected=f"a {kind} {bucket!r}", got=reason, remedy=remedy)
     if names & _NO_CREDENTIALS or "Unable to locate credentials" in str(error):
         remedy = _CREDENTIALS.get(place.scheme, "give them by storage_options or as the driver's documentation says")
         return StorageError.at(place.url, expected="credentials", got=reason, remedy=remedy)
@@ -175,15 +185,34 @@ def _set_wrong(error: BaseException, names: set[str], place: Place, reason: str)
         remedy = "write AWS_ENDPOINT_URL (or endpoint_url in storage_options) as http://HOST:PORT or https://HOST"
         return StorageError.at(place.url, expected="the URL of an endpoint", got=reason, remedy=remedy)
     if names & _NO_PROXY:
-        remedy = "check HTTP_PROXY and HTTPS_PROXY; NO_PROXY names the hosts that are reached without one"
-        return StorageError.at(place.url, expected="a proxy that can be reached", got=reason, remedy=remedy)
+        return StorageError.at(place.url, expected="a proxy that can be reached", got=reason, remedy=_CHECK_PROXY)
+    inner = retries.unusable_setting(error)
+    if isinstance(inner, OSError):
+        remedy = "check AWS_CA_BUNDLE (or verify in client_kwargs)"
+        return StorageError.at(place.url, expected="the file of a certificate authority", got=reason, remedy=remedy)
+    if (inner is not None and "InvalidProxiesConfigError" in retries.class_names(inner)) or _is_no_url(names, place):
+        return StorageError.at(place.url, expected="the URL of a proxy", got=reason, remedy=_CHECK_PROXY)
+    if "InvalidURL" in names:
+        return StorageError.at(
+            place.url, expected="the URL of an endpoint", got=reason, remedy=_ENDPOINT.get(place.scheme, "")
+        )
+    if inner is not None or ("BotoCoreError" in names and any(map(_REFUSED_SETTING.match, names))):
+        remedy = "check storage_options, the bucket's name, the variables AWS_*, and ~/.aws/config"
+        return StorageError.at(place.url, expected="settings that S3 can be asked with", got=reason, remedy=remedy)
     return None
+
+
+def _is_no_url(names: set[str], place: Place) -> bool:
+    """Say whether what aiohttp can't make a request to is a proxy: other addresses of web servers were looked at."""
+    return "InvalidURL" in names and place.scheme in {"hf", "http"}
 
 
 def is_no_bucket(error: BaseException) -> bool:
     """Return whether there is not even the bucket."""
     # The message is all there is where a driver raises its own error without the cause.
-    return retries.error_code(error) == "NoSuchBucket" or "specified bucket does not exist" in str(error)
+    said = str(error)
+    is_said = "specified bucket does not exist" in said or "specified container does not exist" in said
+    return is_said or retries.error_code(error) == "NoSuchBucket"
 
 
 def is_taken(error: BaseException) -> bool:

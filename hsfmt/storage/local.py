@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
@@ -169,6 +169,12 @@ class LocalStore(Store):
             raise typed_os_error(error, path) from error
         # A hard link, a rename or a copy that keeps times is new here, however old the content is.
         return max(status.st_mtime, status.st_ctime)
+
+    def above(self, names: Collection[str]) -> Iterator[Store]:  # noqa: ARG002  whatever they are called
+        folder = self._root
+        while folder != os.path.dirname(folder):
+            folder = os.path.dirname(folder)
+            yield LocalStore(folder)
 
     def remove_folder(self, path: str) -> None:
         with os_errors_typed(path), suppress(FileNotFoundError, NotADirectoryError):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 from fsspec.config import conf
@@ -15,7 +16,8 @@ from hsfmt.storage.process_state import abandoned_in_child
 from hsfmt.storage.range_reader import RangeReader
 from hsfmt.storage.redaction import redacted, secrets_in
 
-_SAME_SCHEME = {"s3a": "s3", "https": "http", "gcs": "gs"}
+_MOST_ABOVE = 2
+_SAME_SCHEME = {"s3a": "s3", "https": "http", "gcs": "gs", "abfs": "az", "abfss": "az"}
 
 
 class RangedStore(Store):
@@ -69,6 +71,18 @@ class RangedStore(Store):
     @property
     def gap_nbytes(self) -> int:
         return self._reader().pace.gap_nbytes
+
+    def above(self, names: Collection[str]) -> Iterator[Store]:
+        front, separator, rest = self._url.rpartition("://")
+        if "://" in front:
+            return  # on top of a file in another storage
+        # Behind ? or # of a web server's URL there is no path; of a bucket's it goes on.
+        end = re.search(r"[?#]|$", rest) if front.endswith(("http", "https")) else None
+        place, query = (rest, "") if end is None else (rest[: end.start()], rest[end.start() :])
+        folders = place.split("/")
+        found = [number for number, name in enumerate(folders) if number and name in names]
+        for number in found[: -1 - _MOST_ABOVE : -1]:
+            yield type(self)(f"{front}{separator}{'/'.join(folders[:number])}{query}", self._options)
 
     def read(self, path: str, max_nbytes: int) -> bytes:
         return self.read_many([(path, max_nbytes)])[0]

@@ -35,6 +35,7 @@ def read_together(store: Store, documents: Iterable[Document]) -> Reads:
 
 class _Together:
     def __init__(self, store: Store, documents: Iterable[Document]) -> None:
+        self.url = store.url
         self._store = store
         self._coming = deque(documents)
         self._paths = {path for path, _ in self._coming}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import inspect
 import os
+import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -26,7 +27,7 @@ from hsfmt.storage.process_state import abandoned_in_child
 from hsfmt.storage.range_reader import RangeReader
 from hsfmt.storage.ranged import RangedStore
 from hsfmt.storage.retries import timeout_seconds
-from hsfmt.storage.uploads import S3ObjectWriter, list_uploads
+from hsfmt.storage.uploads import WriterInParts, list_uploads
 
 # Their files appear when they are closed; elsewhere they grow where everyone sees them.
 _PROTOCOLS_OF_WHOLE_OBJECTS = frozenset({"abfs", "abfss", "az", "gcs", "gs", "hf", "s3", "s3a"})
@@ -111,17 +112,21 @@ class RemoteStore(RangedStore):
     def create(self, path: str, data: BytesLike) -> bool:
         """Create the object, unless it exists.
 
-        Atomic where the file system's `pipe_file` knows `mode="create"` as a condition of the request (S3, GCS, Azure).
+        Atomic where the file system's `pipe_file` knows `mode="create"` as a condition of the request (S3, GCS).
         Elsewhere it looks, writes and reads back, which leaves a window for two creators: callers whose objects have
         fixed names compare the content afterwards.
         """
         fs, key, body = self._fs(), self._key(path), bytes(data)
-        exclusive = _has_conditional_create(fs)
-        attempts = 0
+        exclusive, s3 = _has_conditional_create(fs), self._s3()
+        attempts, creator = 0, uuid.uuid4().hex
 
         def put() -> bool:
             nonlocal attempts
             attempts += 1
+            if exclusive and s3 is not None:
+                # Of an attempt whose answer was lost, also one that aiohttp made by itself, the one in our way is ours.
+                found: bool = sync(get_loop(), s3.create, path, body, creator, timeout=_seconds(body))
+                return found
             if exclusive:
                 try:
                     self._put(key, body, mode="create")
@@ -149,7 +154,7 @@ class RemoteStore(RangedStore):
         fs = self._fs()
         if isinstance(fs, AsyncFileSystem) and "::" not in self._url:
             # Drivers do not notice a server that is silent before it takes the body.
-            options["timeout"] = _PATIENCE * timeout_seconds() + len(body) / _SLOWEST_NBYTES_A_SECOND
+            options["timeout"] = _seconds(body)
         fs.pipe_file(key, body, **options)
 
     def open_object(self, path: str) -> ObjectWriter:
@@ -157,7 +162,7 @@ class RemoteStore(RangedStore):
         self._written(path)
         s3 = self._s3()
         if s3 is not None:
-            return S3ObjectWriter(s3, path, place)
+            return WriterInParts(s3, path, place)
         answered = place.answered
         file = attempt(path, lambda: fs.open(key, "wb"), place)
         place.answered = answered  # there may have been no request yet
@@ -360,6 +365,10 @@ class _RemoteObjectWriter(ObjectWriter):
 
 def _protocols(fs: fsspec.AbstractFileSystem) -> tuple[str, ...]:
     return (fs.protocol,) if isinstance(fs.protocol, str) else tuple(fs.protocol)
+
+
+def _seconds(body: bytes) -> float:
+    return _PATIENCE * timeout_seconds() + len(body) / _SLOWEST_NBYTES_A_SECOND
 
 
 def _has_conditional_create(fs: fsspec.AbstractFileSystem) -> bool:

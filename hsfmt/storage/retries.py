@@ -43,6 +43,8 @@ _UNREADABLE_CLASS = "HttpProcessingError"
 _UNREACHABLE_CLASSES = frozenset(
     {"ClientConnectorError", "EndpointConnectionError", "ConnectTimeoutError", "ConnectionRefusedError", "gaierror"}
 )
+# botocore's for all that its HTTP client raises and that it has no name for; what passes has one.
+_UNNAMED_CLASS = "HTTPClientError"
 _CERTIFICATE_CLASSES = frozenset({"ClientConnectorCertificateError", "SSLCertVerificationError"})
 
 
@@ -155,6 +157,8 @@ def is_transient(error: BaseException) -> bool:
     """Return whether the same request may well succeed a moment later."""
     if isinstance(error, HsfmtError | FileNotFoundError | PermissionError) or is_untrusted(error):
         return False
+    if unusable_setting(error) is not None:
+        return False
     if isinstance(error, ConnectionError | TimeoutError) or class_names(error) & _TRANSIENT_CLASSES:
         return True
     if any(_UNREADABLE_CLASS in class_names(each) for each in chain(error)):
@@ -182,6 +186,22 @@ def is_untrusted(error: BaseException) -> bool:
         or ("SSLError" in class_names(each) and "certificate verify failed" in str(each))
         for each in chain(error)
     )
+
+
+def unusable_setting(error: BaseException) -> BaseException | None:
+    """Return what kept S3's driver from making a request at all, and will again; None if it is something else.
+
+    As the file of a certificate authority that is not there, a proxy that is no URL, or a timeout that is no number.
+    """
+    for each in chain(error):
+        inner = getattr(each, "kwargs", {}).get("error") if type(each).__name__ == _UNNAMED_CLASS else None
+        if isinstance(inner, FileNotFoundError | IsADirectoryError | NotADirectoryError | PermissionError | TypeError):
+            return inner
+        if isinstance(inner, ValueError) and not isinstance(inner, UnicodeDecodeError):
+            return inner
+        if isinstance(inner, BaseException) and "InvalidProxiesConfigError" in class_names(inner):
+            return inner
+    return None
 
 
 def status(error: BaseException) -> int | None:

@@ -1,8 +1,8 @@
-"""Objects streamed to S3: parts of an upload, a few at a time; the object appears when all of them are there.
+"""Objects streamed to S3 and Azure: in parts, a few at a time; the object appears when all of them are there.
 
 Spec: rules WRITE-3, WRITE-9, WRITE-12. Nothing is stored under the name before the commit, and an abort or a kill
 leaves what was there: an upload that was never completed is no object. A killed one is found by
-`RemoteStore.unfinished_uploads`.
+`Store.unfinished_uploads` where the storage can list such.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from fsspec.asyn import get_loop
 
 from hsfmt.errors import HsfmtError, StorageError
 from hsfmt.storage.base import BytesLike, ObjectWriter, Upload, flat_view
+from hsfmt.storage.clients.base import TakesParts
 from hsfmt.storage.clients.s3_client import S3Client
 from hsfmt.storage.failures import Place, attempt_async
 from hsfmt.storage.retries import RetryBudget, timeout_seconds
 
-PART_NBYTES = 8 << 20  # S3 takes no less than 5 MiB
+PART_NBYTES = 8 << 20  # S3 takes no less than 5 MiB, and Azure any
 """What an open object holds in memory at most besides what is on its way, up to 8 GiB of it; then parts grow."""
 MOST_IN_FLIGHT_NBYTES = 64 << 20
 """What the parts on their way hold together, of all open objects of this process; Python 3.11 copies them once more."""
-# S3 takes 10,000 parts: after each so many, parts are twice as large.
+# S3 takes 10,000 parts, Azure 50,000: after each so many, parts are twice as large.
 _PARTS_OF_A_SIZE = 1000
 _ABORT_SECONDS = 60.0
 _PATIENCE = 3
@@ -73,7 +74,7 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
-class S3ObjectWriter(ObjectWriter):
+class WriterInParts(ObjectWriter):
     """An object of a bucket, as a single request if it is small.
 
     Parameters
@@ -86,7 +87,7 @@ class S3ObjectWriter(ObjectWriter):
         How errors name the dataset.
     """
 
-    def __init__(self, client: S3Client, path: str, place: Place) -> None:
+    def __init__(self, client: TakesParts, path: str, place: Place) -> None:
         self.nbytes = 0
         self._client = client
         self._path = path
@@ -97,7 +98,7 @@ class S3ObjectWriter(ObjectWriter):
         self._pending = bytearray()
         self._n_parts = 0
         self._in_flight: list[tuple[int, Future[str]]] = []
-        self._etags: dict[int, str] = {}
+        self._receipts: dict[int, str] = {}
         self._is_open = True
 
     def write(self, data: BytesLike) -> None:
@@ -115,7 +116,8 @@ class S3ObjectWriter(ObjectWriter):
         self._check_open()
         try:
             if self._upload is None:
-                self._finish(self._request("put_object", Body=bytes(self._pending)))
+                body = bytes(self._pending)
+                self._finish(self._retried(lambda: self._client.put(self._path, body), len(body)))
             else:
                 if self._pending:
                     self._send()
@@ -141,9 +143,11 @@ class S3ObjectWriter(ObjectWriter):
             future.cancel()
         wait([future for _, future in self._in_flight], _ABORT_SECONDS)  # a part that arrives later would stay
         self._in_flight.clear()
-        if self._upload is not None:
+        upload = self._upload
+        if upload is not None:
             with suppress(HsfmtError, TimeoutError):
-                self._submit(self._request("abort_multipart_upload", UploadId=self._upload)).result(_ABORT_SECONDS)
+                aborting = self._retried(lambda: self._client.abort(self._path, upload))
+                self._submit(aborting).result(_ABORT_SECONDS)
 
     def _check_open(self) -> None:
         if not self._is_open:
@@ -154,7 +158,7 @@ class S3ObjectWriter(ObjectWriter):
 
     def _send(self) -> None:
         if self._upload is None:
-            self._upload = self._finish(self._request("create_multipart_upload"))["UploadId"]
+            self._upload = self._finish(self._retried(lambda: self._client.begin(self._path)))
         self._collect()
         upload, number, body = self._upload, self._n_parts + 1, bytes(self._pending)
         self._pending, self._n_parts = bytearray(), number
@@ -162,37 +166,30 @@ class S3ObjectWriter(ObjectWriter):
         self._in_flight.append((number, future))
 
     async def _send_part(self, upload: str, number: int, body: bytes) -> str:
-        etag: str = (await self._request("upload_part", UploadId=upload, PartNumber=number, Body=body))["ETag"]
-        return etag
+        return await self._retried(lambda: self._client.send_part(self._path, upload, number, body), len(body))
 
     def _collect(self, *, wait_for_all: bool = False) -> None:
         """Take the results of the parts that have arrived, in order; raises what one failed with."""
         while self._in_flight and (wait_for_all or self._in_flight[0][1].done()):
             number, future = self._in_flight[0]
-            self._etags[number] = future.result()
+            self._receipts[number] = future.result()
             self._in_flight.pop(0)
 
     async def _complete(self, upload: str) -> None:
-        parts = [{"ETag": etag, "PartNumber": number} for number, etag in sorted(self._etags.items())]
+        receipts = [receipt for _, receipt in sorted(self._receipts.items())]
         attempts = 0
 
         async def complete() -> None:
             nonlocal attempts
             attempts += 1
             try:
-                await self._client.call(
-                    "complete_multipart_upload", self._path, UploadId=upload, MultipartUpload={"Parts": parts}
-                )
+                await self._client.complete(self._path, upload, receipts)
             except FileNotFoundError:
                 # Of an attempt whose answer was lost there may be the object, and no upload any more.
                 if attempts == 1 or await self._client.nbytes(self._path) != self.nbytes:
                     raise
 
         await self._retried(complete)
-
-    async def _request(self, method: str, **arguments: Any) -> dict[str, Any]:
-        body = arguments.get("Body", b"")
-        return await self._retried(lambda: self._client.call(method, self._path, **arguments), len(body))
 
     async def _retried(self, action: Callable[[], Awaitable[_T]], nbytes: int = 0) -> _T:
         # Drivers do not notice a server that is silent before it takes the body.

@@ -68,6 +68,19 @@ def _in_s3(request, monkeypatch):
     return places.Copies("s3", server.file_system(), request.getfixturevalue("make_bucket")())
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    """Take over what the tests of a worker of xdist used."""
+    for kind, used in getattr(node, "workeroutput", {}).get("used", {}).items():
+        _used[kind].update(used)
+
+
+def pytest_sessionfinish(session):
+    """In a worker: hand over what its tests used."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["used"] = {kind: sorted(used) for kind, used in _used.items()}
+
+
 def pytest_terminal_summary(terminalreporter, config):
     """Say how many tests a chosen place took part in."""
     if config.getoption("--store") not in (None, "local"):

@@ -120,7 +120,9 @@ def test_a_mismatch_is_read_once_more(write, store_class, monkeypatch):
 
 @pytest.mark.parametrize("store_class", STORES)
 @pytest.mark.parametrize("column", ["hidden_states", "input_ids", "loss_mask"])
-@pytest.mark.parametrize("harm", ["deleted", "emptied", "truncated", "folder", "folder deleted"])
+@pytest.mark.parametrize(
+    "harm", ["deleted", "emptied", "truncated", pytest.param("folder", marks=pytest.mark.lists), "folder deleted"]
+)
 def test_shards_that_are_gone(write, column, harm, store_class):
     """Never zeros in place of what is missing."""
     written = write([5, 6, 20], parts=1)
@@ -199,6 +201,7 @@ def test_ids_that_are_gone_hurt_only_who_asks_for_them(write):
         reader.index_of("id-003")
 
 
+@pytest.mark.local
 def test_a_snapshot_under_another_name(write):
     written = write([8, 8], parts=2)
     first = SampleReader(written.url)
@@ -211,6 +214,7 @@ def test_a_snapshot_under_another_name(write):
         SampleReader(written.url)
 
 
+@pytest.mark.local
 def test_a_replaced_file_is_opened_anew(write):
     """A descriptor of a damaged file that was restored meanwhile must not stand in the way."""
     written = write([20, 20], parts=1)
@@ -225,6 +229,7 @@ def test_a_replaced_file_is_opened_anew(write):
     assert_same(reader.read(1), written.content["id-001"])
 
 
+@pytest.mark.local
 @pytest.mark.parametrize("codec", ["none", "zstd"])
 def test_a_file_that_was_restored_is_read_again(write, codec):
     """The one that is open is short for ever: its name leads to another one by now."""
@@ -244,6 +249,7 @@ def test_a_file_that_was_restored_is_read_again(write, codec):
     assert_same(reader.read(0), written.content["id-000"])
 
 
+@pytest.mark.local
 def test_a_handle_that_the_server_forgot_is_opened_again(write, monkeypatch):
     written = write([9], parts=1)
     reader = SampleReader(written.url, options=ReadOptions(n_threads=1))
@@ -272,6 +278,7 @@ def test_a_handle_that_the_server_forgot_is_opened_again(write, monkeypatch):
         close(fd)
 
 
+@pytest.mark.local
 def test_a_fifo_does_not_hang(write):
     written = write([5])
     (shard,) = written.shards()

@@ -174,6 +174,7 @@ def test_many_shards_under_a_low_limit(write):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+@pytest.mark.local
 def test_files_are_closed_with_their_reader(write):
     written = write()
     gc.collect()

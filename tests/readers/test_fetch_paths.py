@@ -92,6 +92,7 @@ def test_the_same_tokens_twice_in_a_batch(written):
         assert_same(read, written.content[written.ids[number]], start, stop)
 
 
+@pytest.mark.local
 @pytest.mark.parametrize("unsafe", [False, True])
 def test_short_reads(written, monkeypatch, unsafe):
     """A read may return less than was asked for at any time."""
@@ -115,6 +116,7 @@ def test_short_reads(written, monkeypatch, unsafe):
     assert len(calls) > 50
 
 
+@pytest.mark.local
 def test_a_flipped_bit_anywhere_in_a_chunk_is_found_by_any_window_of_it(written):
     """Also in rows that nobody asked for: a chunk is checked whole."""
     reader = SampleReader(written.url, options=ReadOptions(n_threads=1))
@@ -135,6 +137,7 @@ def test_a_flipped_bit_anywhere_in_a_chunk_is_found_by_any_window_of_it(written)
     np.testing.assert_array_equal(out, states_of(written, 5, 12, 14, [1]))
 
 
+@pytest.mark.local
 def test_a_mismatch_is_read_once_more(written, monkeypatch):
     reader = SampleReader(written.url, options=ReadOptions(n_threads=1))
     reader.read(5, 0, 1)  # ids and masks are in the cache from here on
@@ -152,6 +155,7 @@ def test_a_mismatch_is_read_once_more(written, monkeypatch):
     assert damaged
 
 
+@pytest.mark.local
 def test_a_file_that_was_replaced_is_opened_anew(written):
     reader = SampleReader(written.url)
     for number, wanted in enumerate(written.content.values()):
@@ -194,6 +198,7 @@ def test_bytes_asked_of_the_storage_are_counted(write, store_class, way):
     assert fetcher.nbytes_read - before == 8 * 72, "the one chunk"
 
 
+@pytest.mark.local
 def test_without_checks_rows_that_nobody_wants_are_not_read(write, monkeypatch, way):
     written = write([64], parts=1, layers=LAYERS, hidden=36, codec="none", chunk_tokens=8)
     amounts, preadv = [], os.preadv
@@ -234,6 +239,7 @@ def test_a_run_is_of_one_file_and_leaves_work_for_other_threads():
         assert len(runs) >= 8 * n_threads
 
 
+@pytest.mark.local
 @pytest.mark.parametrize("codec", ["none", "zstd"])
 def test_chunks_of_a_file_that_is_damaged_and_then_replaced_while_it_is_read(write, monkeypatch, codec):
     """What follows in the same run comes from the new file too."""

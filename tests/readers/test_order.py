@@ -364,6 +364,7 @@ def test_live_snapshots_need_their_fingerprint():
     assert len(BatchOrder(live, n_samples=1, rank=0, world_size=1)) == 10
 
 
+@pytest.mark.lists
 def test_a_real_dataset(write):
     written = write(lengths=LENGTHS, parts=3)
     dataset = HiddenStateDataset(written.url, max_length=32)

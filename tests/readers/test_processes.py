@@ -40,8 +40,8 @@ def check(items, written):
         ("fork", True, None),
         ("spawn", False, None),
         ("forkserver", True, None),
-        ("fork", True, "live"),
-        ("spawn", True, "live"),
+        pytest.param("fork", True, "live", marks=pytest.mark.lists),
+        pytest.param("spawn", True, "live", marks=pytest.mark.lists),
     ],
 )
 def test_loader_with_workers(write, method, used_first, snapshot):
@@ -139,6 +139,7 @@ class CountsThreads(torch.utils.data.Dataset):
         return threading.active_count() - before
 
 
+@pytest.mark.local
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_a_worker_decodes_in_one_thread(write, method, monkeypatch):
     # As on a machine with many cores; a spawned worker sees those that there are.

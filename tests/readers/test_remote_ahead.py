@@ -309,6 +309,7 @@ def test_depth_and_readers_of_a_remote_dataset(tmp_path, nbytes, options, expect
     assert (prefetcher._depth, prefetcher._n_readers) == expected
 
 
+@pytest.mark.local
 def test_a_local_dataset_is_read_as_before(written):
     dataset = HiddenStateDataset(written.url)
     prefetcher = Prefetcher(packed(dataset), BatchOrder(dataset, n_samples=1))

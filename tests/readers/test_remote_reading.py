@@ -18,7 +18,7 @@ def copied(write):
     written = write()
     url = f"memory://{written.path.name}"
     fs = fsspec.filesystem("memory")
-    fs.put(f"{written.url}/", f"/{written.path.name}/", recursive=True)
+    fs.put(f"{written.path}/", f"/{written.path.name}/", recursive=True)
     yield written, url, fs
     fs.rm(f"/{written.path.name}", recursive=True)
 

@@ -58,6 +58,7 @@ def test_other_layers_are_refused_by_name(write, layers):
         reader.read(0, layers=layers)
 
 
+@pytest.mark.local
 def test_one_layer_reads_its_share_of_the_bytes(write, monkeypatch):
     written = write([512], parts=1, layers=(0, 1, 2, 3), hidden=1024, chunk_tokens=64, shard_tokens=256, codec="none")
     amounts = []
@@ -384,9 +385,10 @@ def test_index_of_compares_ids_where_hashes_collide(write, monkeypatch):
         reader.index_of("id-777")
 
 
+@pytest.mark.lists
 def test_not_sealed(write, tmp_path):
     written = write(seal=False)
-    with pytest.raises(NotFoundError, match='run `hsfmt seal`, or ask for snapshot="live"'):
+    with pytest.raises(NotFoundError, match=r'run `hsfmt seal [^`]*`; snapshot="live", or --snapshot live, reads'):
         SampleReader(written.url)
     with pytest.raises(NotFoundError, match=r"expected an hsfmt dataset, got no zarr\.json there"):
         SampleReader(tmp_path / "nothing")
@@ -411,6 +413,7 @@ def test_live_is_resolved_once(write, tmp_path):
     assert_same(copy.read(1), written.content["id-001"])
 
 
+@pytest.mark.lists
 def test_by_fingerprint(write):
     written = write([3, 4, 5, 6], parts=2)
     first = read_pointer(CountingStore(written.path)).fingerprint
@@ -425,6 +428,7 @@ def test_by_fingerprint(write):
             SampleReader(written.url, snapshot=wrong)
 
 
+@pytest.mark.lists
 def test_pickles_name_the_snapshot_not_the_pointer(write):
     written = write([3, 4, 5, 6], parts=2)
     reader = SampleReader(written.url)

@@ -171,7 +171,7 @@ def test_a_signal_takes_effect_when_the_work_in_hand_is_done(alarm, n_strikes):
     assert len(work.begun) < 10, "the rest is left out"
 
 
-@pytest.mark.parametrize("step", ["_deliver", "_read_chunk"])
+@pytest.mark.parametrize("step", ["_deliver", pytest.param("_read_chunk", marks=pytest.mark.local)])
 @pytest.mark.parametrize("codec", ["none", "zstd"])
 def test_nothing_is_written_to_out_after_an_interrupted_read(write, monkeypatch, alarm, codec, step):
     """Whether small chunks are read several at a time, or each straight to where it goes."""

@@ -13,7 +13,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 PIECE_NBYTES = 1 << 16
-KINDS = frozenset({"status", "reset", "short", "stall", "flip", "wrong range", "no range", "new etag", "garbled"})
+KINDS = frozenset(
+    {"status", "reset", "short", "stall", "flip", "wrong range", "no range", "new etag", "garbled", "lost"}
+)
 IN_BODIES = frozenset({"reset", "short", "stall", "flip"})
 
 
@@ -22,9 +24,9 @@ class Fault:
     """What happens to some requests.
 
     `kind` is one of KINDS, `status` what a "status" is answered with; `after` counts the bytes of the body that get
-    through first (of "flip": before the byte that is flipped). It strikes requests whose path `match` is found in,
-    `count` times (None: always), once `skip` of them went through; a `method` of "" is any. Answers whose body is too
-    short for it are left alone, and do not count.
+    through first (of "flip": before the byte that is flipped). What is "lost" was done, and only its answer is lost. It
+    strikes requests whose path `match` is found in, `count` times (None: always), once `skip` of them went through; a
+    `method` of "" is any. Answers whose body is too short for it are left alone, and do not count.
     """
 
     kind: str
@@ -191,7 +193,8 @@ class _Connection:
                 method, path, _ = line.split(" ", 2)
                 proxy = self._proxy
                 number, n_resets = proxy._answered_rounds + 1, proxy._n_resets
-                proxy.requests.append(Request(method, path, headers.get("range", ""), headers, number))
+                span = headers.get("range") or headers.get("x-ms-range", "")
+                proxy.requests.append(Request(method, path, span, headers, number))
                 proxy.in_flight += 1
                 proxy._n_unfinished += 1
                 proxy.most_in_flight = max(proxy.most_in_flight, proxy.in_flight)
@@ -236,6 +239,9 @@ class _Connection:
         while " 100 " in answer:
             self._writer.write(_encoded(answer, answered))
             answer, answered = await _head(up_reader)
+        if kind == "lost":
+            await sending
+            return self._reset()
         if kind == "wrong range" and "content-range" in answered:
             answered["content-range"] = re.sub(
                 r"bytes (\d+)-(\d+)", lambda m: f"bytes {int(m[1]) + 1}-{int(m[2]) + 1}", answered["content-range"]

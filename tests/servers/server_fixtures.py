@@ -5,6 +5,7 @@ import os
 import shutil
 
 import pytest
+from servers.azurite import Azurite
 from servers.fault_proxy import FaultProxy
 from servers.gcs import Gcs
 from servers.hub import Hub
@@ -21,6 +22,8 @@ def no_credentials(monkeypatch, tmp_path):
         monkeypatch.setenv(name, str(tmp_path / "none"))
     for name in ("AWS_PROFILE", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "HF_TOKEN"):
         monkeypatch.delenv(name, raising=False)
+    for name in [name for name in os.environ if name.startswith("AZURE_")]:
+        monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
 
 
@@ -36,6 +39,14 @@ def s3_server(tmp_path_factory):
 def gcs_server(tmp_path_factory):
     """A `Gcs`."""
     server = Gcs(tmp_path_factory.mktemp("gcs"))
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="session")
+def azure_server(tmp_path_factory):
+    """An `Azurite`; tests that ask for it are left out where it is not installed, as tests/conftest.py says."""
+    server = Azurite(tmp_path_factory.mktemp("azurite"))
     yield server
     server.stop()
 
@@ -101,6 +112,32 @@ def gcs_bucket(make_gcs_bucket):
 
 
 @pytest.fixture(scope="session")
+def make_azure_container(azure_server):
+    """Make an empty container; return its name."""
+
+    def make():
+        name = f"container-{next(_NUMBERS)}"
+        with azure_server.service() as service:
+            service.create_container(name)
+        return name
+
+    return make
+
+
+@pytest.fixture
+def azure_container(make_azure_container):
+    """The name of an empty container."""
+    return make_azure_container()
+
+
+@pytest.fixture(scope="session")
+def azure_proxy(azure_server):
+    proxy = FaultProxy(azure_server.host)
+    yield proxy
+    proxy.stop()
+
+
+@pytest.fixture(scope="session")
 def s3_proxy(s3_server):
     proxy = FaultProxy(s3_server.host)
     yield proxy
@@ -135,6 +172,14 @@ def gcs_faults(gcs_server, long_timeout):
     gcs_server.proxy.reset()
     yield gcs_server.proxy
     gcs_server.proxy.reset()
+
+
+@pytest.fixture
+def azure_faults(azure_proxy, long_timeout):
+    """A `FaultProxy` before the server of Azure's."""
+    azure_proxy.reset()
+    yield azure_proxy
+    azure_proxy.reset()
 
 
 @pytest.fixture

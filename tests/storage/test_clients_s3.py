@@ -128,6 +128,7 @@ def assert_says(call, store, *words):
         assert word in text
     assert "test-secret-key" not in text
     assert "hunter2hunter2" not in text
+    return text
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
@@ -176,7 +177,7 @@ def test_unknown_client(s3_server, bucket, monkeypatch):
     [
         ("s3://no-such-bucket/d", "a bucket 'no-such-bucket'"),
         ("s3://public/no-dataset", "expected an hsfmt dataset, got no zarr.json there"),
-        ("az://bucket/d", "pip install 'adlfs'"),
+        ("oci://bucket/d", "expected the driver of oci://"),
     ],
 )
 def test_on_the_command_line(s3_server, url, words):
@@ -211,6 +212,20 @@ def test_of_creators_one_wins(s3_server, bucket):
     assert not stores[0].create("empty", b"later")
 
 
+def test_a_creator_whose_answer_was_lost_has_won(s3_server, s3_faults, bucket):
+    """aiohttp makes a PUT once more by itself, if its connection was used before: the object in the way is our own."""
+    store = open_store(f"s3://{bucket}/d", s3_server.options(endpoint=s3_faults.url))
+    store.write("before", b"1")
+    for name, others in (("x", None), ("y", b"mine"), ("z", b"other")):
+        if others is not None:
+            open_store(store.url, s3_server.options()).write(name, others)
+        s3_faults.reset()
+        s3_faults.faults.append(Fault("lost", method="PUT"))
+        assert store.create(name, b"mine") == (others is None)
+        assert s3_faults.count() == 3
+        assert store.read(name, 9) == (others or b"mine")
+
+
 @pytest.mark.parametrize("cache", ["simplecache", "filecache"])
 def test_caches_of_fsspec_are_read_through_and_not_written_through(s3_server, bucket, tmp_path, cache):
     """They drop the condition of a `create`, and keep what was there before a `write`."""
@@ -242,3 +257,39 @@ def test_what_is_committed_is_seen_by_who_listed_before(bucket, s3_server):
     assert [name.rpartition("/")[2] for name in fs.ls(f"{bucket}/d/folder", detail=False)] == ["first"]
     open_store(store.url, s3_server.options()).write("folder/second", b"2")
     assert fs.info(f"{bucket}/d/folder/second")["size"] == 1
+
+
+# What botocore and aiohttp refuse before anything is sent, and would each time.
+UNUSABLE = {
+    "an endpoint without a scheme": ({"endpoint_url": "localhost:9000"}, "the URL of an endpoint"),
+    "an endpoint with a space": ({"endpoint_url": "http://a b:9000"}, "the URL of an endpoint"),
+    "a port beyond all": ({"endpoint_url": "http://127.0.0.1:999999"}, "the URL of an endpoint"),
+    "no region": ({"client_kwargs": {"region_name": "eu west 1!"}}, "settings that S3 can be asked with"),
+    "a style of addresses": ({"config_kwargs": {"s3": {"addressing_style": "odd"}}}, "settings that S3 can"),
+    "a way to retry": ({"config_kwargs": {"retries": {"mode": "odd"}}}, "settings that S3 can be asked with"),
+    "a signature": ({"config_kwargs": {"signature_version": "odd"}}, "settings that S3 can be asked with"),
+    "a time": ({"config_kwargs": {"connect_timeout": "soon"}}, "settings that S3 can be asked with"),
+    "no such profile": ({"profile": "nobody-s"}, "expected credentials", "AWS_PROFILE"),
+    "no such authority": ({"client_kwargs": {"verify": "/no/such/file"}}, "certificate authority", "AWS_CA_BUNDLE"),
+    "a proxy that is no URL": ({"config_kwargs": {"proxies": {"http": "a b"}}}, "the URL of a proxy", "HTTP_PROXY"),
+    "half a key": ({"secret": None}, "expected credentials", "AWS_SECRET_ACCESS_KEY"),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
+@pytest.mark.parametrize(("options", "words"), [(case[0], case[1:]) for case in UNUSABLE.values()], ids=UNUSABLE)
+def test_settings_that_can_never_work_are_not_tried_again(s3_server, call, options, words, no_credentials, monkeypatch):
+    monkeypatch.setenv("HSFMT_RETRY_SECONDS", "5")
+    store = open_store("s3://bucket/d", {**s3_server.options(), **options})
+    assert "attempts)" not in assert_says(call, store, *words, "—")
+
+
+@pytest.mark.parametrize("name", ["AWS_CA_BUNDLE", "HTTP_PROXY", "AWS_DEFAULT_REGION"])
+def test_nor_are_those_of_the_environment(s3_server, name, no_credentials, monkeypatch):
+    monkeypatch.setenv("HSFMT_RETRY_SECONDS", "5")
+    monkeypatch.setenv(name, "/no such/file")
+    options = s3_server.options() | {"endpoint_url": "http://10.255.255.1:9000"}  # no proxy is used for this machine
+    with pytest.raises(StorageError) as caught:
+        open_store("s3://bucket/d", options).read("x", 1)
+    assert name in str(caught.value) or "AWS_*" in str(caught.value)
+    assert "attempts)" not in str(caught.value)

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from hsfmt.errors import UsageError
-from hsfmt.storage import retries
+from hsfmt.errors import StorageError, UsageError
+from hsfmt.storage import open_store, retries
 from hsfmt.storage.pace import Pace
 from hsfmt.storage.retries import RetryBudget, StatusError
 
@@ -103,3 +103,41 @@ def test_a_certificate_is_not_tried_again_and_an_answer_that_is_none_is():
     assert not retries.is_transient(refused)
     refused.__cause__ = BadStatusLine("no answer")
     assert retries.is_transient(refused)
+
+
+@pytest.mark.parametrize(
+    ("inner", "is_setting"),
+    [
+        (FileNotFoundError(2, "no such file"), True),
+        (TypeError("no number"), True),
+        (ValueError("no port"), True),
+        (ConnectionResetError("reset"), False),
+        (OSError(5, "input/output error"), False),
+        (RuntimeError("closed"), False),
+        (UnicodeDecodeError("utf-8", b"x", 0, 1, "an answer that is none"), False),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_what_botocore_has_no_name_for_is_tried_again_unless_no_request_was_made(inner, is_setting):
+    botocore = pytest.importorskip("botocore.exceptions")
+    error = botocore.HTTPClientError(error=inner)
+    assert retries.unusable_setting(error) is (inner if is_setting else None)
+    assert retries.is_transient(error) is not is_setting
+    assert retries.unusable_setting(inner) is None
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "proxy", "words"),
+    [
+        ("http://10.255.255.1/ds", {}, "a b", "expected the URL of a proxy"),
+        ("gs://bucket/ds", {"token": "anon", "endpoint_url": "http://"}, "", "expected the URL of an endpoint"),
+    ],
+)
+def test_addresses_that_are_none_are_refused_at_once(monkeypatch, url, options, proxy, words):
+    pytest.importorskip("gcsfs" if url.startswith("gs") else "aiohttp")
+    monkeypatch.setenv("HTTP_PROXY", proxy)
+    monkeypatch.setenv("HSFMT_RETRY_SECONDS", "2")
+    with pytest.raises(StorageError, match=words) as caught:
+        open_store(url, options).read("x", 1)
+    assert url in str(caught.value)
+    assert "attempts)" not in str(caught.value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from hsfmt.storage.base import BytesLike
@@ -45,6 +46,34 @@ class Client(ABC):
     @abstractmethod
     async def nbytes(self, path: str) -> int | None:
         """Return the size of an object by a request of its own, None if the storage does not say; raises as `get`."""
+
+
+class TakesParts(Client):
+    """A client of a storage that takes objects in parts too; each method is a request, but for what it says.
+
+    All raise FileNotFoundError where there is no such upload, or object, and else whatever the driver raises. Nothing
+    is seen under the name before `complete`, or `put`.
+    """
+
+    @abstractmethod
+    async def put(self, path: str, body: bytes) -> None:
+        """Store a whole object."""
+
+    @abstractmethod
+    async def begin(self, path: str) -> str:
+        """Begin an upload; return its name. Where the storage needs no such thing, by no request."""
+
+    @abstractmethod
+    async def send_part(self, path: str, upload: str, number: int, body: bytes) -> str:
+        """Send the part of a number, which counts from 1; return what `complete` is told of it."""
+
+    @abstractmethod
+    async def complete(self, path: str, upload: str, receipts: Sequence[str]) -> None:
+        """Make the object of all parts, in this order."""
+
+    @abstractmethod
+    async def abort(self, path: str, upload: str) -> None:
+        """Forget the parts, where the storage can be told to."""
 
 
 def range_header(start: int, end: int) -> str:

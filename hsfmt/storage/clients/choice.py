@@ -28,9 +28,9 @@ _EXTRAS = {
     "https": "hsfmt[http]",
     "gs": "hsfmt[gcs]",
     "gcs": "hsfmt[gcs]",
-    "az": "adlfs",
-    "abfs": "adlfs",
-    "abfss": "adlfs",
+    "az": "hsfmt[azure]",
+    "abfs": "hsfmt[azure]",
+    "abfss": "hsfmt[azure]",
     "hf": "huggingface_hub",
 }
 # botocore keeps 10 connections, and tries 5 times inside each of s3fs's own 5 attempts.

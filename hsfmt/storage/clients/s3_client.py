@@ -7,15 +7,20 @@ are made by who calls.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from hsfmt.errors import StorageError
-from hsfmt.storage.clients.base import Body, Client, check_content_range, range_header, strong_version
+from hsfmt.storage.clients.base import Body, TakesParts, check_content_range, range_header, strong_version
 from hsfmt.storage.clients.base import unsatisfied_nbytes as unsatisfied
+from hsfmt.storage.failures import is_taken
 from hsfmt.storage.retries import WrongRangeError, status
 
+# In an object's metadata, so that its creator knows it again.
+_CREATOR = "hsfmt-creator"
 
-class S3Client(Client):
+
+class S3Client(TakesParts):
     """S3 as an s3fs file system reaches it.
 
     Parameters
@@ -70,6 +75,37 @@ class S3Client(Client):
     async def nbytes(self, path: str) -> int | None:
         """Return the size of an object."""
         return int((await self.call("head_object", path))["ContentLength"])
+
+    async def put(self, path: str, body: bytes) -> None:
+        """Store a whole object."""
+        await self.call("put_object", path, Body=body)
+
+    async def create(self, path: str, body: bytes, creator: str) -> bool:
+        """Store a whole object if there is none, and say whether it is this creator's."""
+        try:
+            await self.call("put_object", path, Body=body, IfNoneMatch="*", Metadata={_CREATOR: creator})
+        except OSError as error:
+            if not is_taken(error):
+                raise
+            return bool((await self.call("head_object", path)).get("Metadata", {}).get(_CREATOR) == creator)
+        return True
+
+    async def begin(self, path: str) -> str:
+        """Begin an upload; return its name."""
+        return str((await self.call("create_multipart_upload", path))["UploadId"])
+
+    async def send_part(self, path: str, upload: str, number: int, body: bytes) -> str:
+        """Send a part; return its ETag."""
+        return str((await self.call("upload_part", path, UploadId=upload, PartNumber=number, Body=body))["ETag"])
+
+    async def complete(self, path: str, upload: str, receipts: Sequence[str]) -> None:
+        """Make the object of all parts."""
+        parts = [{"ETag": etag, "PartNumber": number} for number, etag in enumerate(receipts, 1)]
+        await self.call("complete_multipart_upload", path, UploadId=upload, MultipartUpload={"Parts": parts})
+
+    async def abort(self, path: str, upload: str) -> None:
+        """Forget the parts."""
+        await self.call("abort_multipart_upload", path, UploadId=upload)
 
     async def call(self, method: str, path: str, **arguments: Any) -> dict[str, Any]:
         """Make a request of S3's about an object; raises what s3fs makes of its errors."""
