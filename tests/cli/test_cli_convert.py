@@ -635,4 +635,5 @@ def test_workers_end_with_a_killed_parent(process, large, tmp_path):
         time.sleep(0.1)
     else:
         pytest.fail("a worker is left")
-    assert manifests(tmp_path / "d") == []
+    # The one that began first may have come to its end before the other began.
+    assert len(manifests(tmp_path / "d")) < 2
