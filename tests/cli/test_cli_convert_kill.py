@@ -37,7 +37,7 @@ def test_killed_at_a_few_random_moments(repo_root, tmp_path, flags):
     assert result["killed"] == 5
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("flags", "n"), [((), 30), ((DELETE,), 30), ((DELETE, *SPLIT), 10)], ids=["keep", "delete", "delete-split"]
 )

@@ -53,7 +53,7 @@ def test_killed_at_random_moments(repo_root, source, tmp_path):
     assert result["killed"] >= 5
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("name", FLAGS)
 def test_killed_before_every_third_call(repo_root, tmp_path, name):
     make_dataset(tmp_path / "d", 8)
@@ -61,7 +61,7 @@ def test_killed_before_every_third_call(repo_root, tmp_path, name):
     assert len(result["already"]) > 2
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("name", FLAGS)
 def test_killed_at_thirty_random_moments(repo_root, source, tmp_path, name):
     result = torture(repo_root, "random", source, tmp_path, 30, *FLAGS[name])

@@ -72,7 +72,7 @@ def test_killed_at_five_moments(results, target):
     check(results[target], 5)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("target", KILLED)
 def test_killed_at_twelve_moments(many_results, target):
     check(many_results[target], 12)

@@ -1,5 +1,6 @@
 """Errors that say which dataset is meant: where several are open, in a folder of one, and what to do about one."""
 
+import itertools
 import json
 
 import pytest
@@ -55,8 +56,7 @@ def test_a_folder_within_a_dataset(dataset, s3_faults, as_user, inner):
     assert len(s3_faults.requests) <= n_requests + 1
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-@pytest.mark.parametrize("inner", ["hsfmt", "parts"])
+@pytest.mark.parametrize(("name", "inner"), [*zip(COMMANDS, itertools.cycle(["hsfmt", "parts"]), strict=False)])
 def test_every_command_says_so(hsfmt, dataset, tmp_path, name, inner):
     words = [{"URL": f"{dataset}/{inner}", "OUT": tmp_path / "out"}.get(word, word) for word in COMMANDS[name]]
     (line,) = hsfmt(name, *words, codes=(3,)).stderr.splitlines()
