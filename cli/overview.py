@@ -62,9 +62,14 @@ class _Sums:
             entry["runs"].append(run)
 
 
-def _by_start(run: dict[str, Any]) -> tuple[str, bytes]:
-    """Order runs by time, not by parts, whose names order those of one second at random."""
-    return str(run.get("started", "")), canonical.dumps(run)
+def _by_time(producers: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return producers and their runs in the order of their times, not of parts, whose names are random in a second."""
+
+    def first(run: dict[str, Any]) -> tuple[str, bytes]:
+        return str(run.get("started", "")), canonical.dumps(run)
+
+    ordered = [entry | {"runs": sorted(entry["runs"], key=first)} for entry in producers]
+    return sorted(ordered, key=lambda entry: first(entry["runs"][0]))
 
 
 def overview(opened: Opened) -> dict[str, Any]:
@@ -97,7 +102,7 @@ def overview(opened: Opened) -> dict[str, Any]:
         "masks_given": sums.masks_given,
         "newer": _newer(opened, sums) if opened.store.can_list and not opened.is_live else None,
         "parts": counts["parts"],
-        "producers": [entry | {"runs": sorted(entry["runs"], key=_by_start)} for entry in sums.producers.values()],
+        "producers": _by_time(sums.producers.values()),
         "raw_nbytes": sums.raw,
         "retracted": counts["retracted"],
         "samples": counts["samples"],
