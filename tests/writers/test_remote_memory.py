@@ -53,4 +53,6 @@ def test_many_open_objects_share_what_is_on_its_way(s3_server, bucket):
     # On its way, and once more where an event loop copies it (Python 3.11); a part of an upload for each column of
     # three parts, which is copied when it is sent; the queue.
     stated = 2 * uploads.MOST_IN_FLIGHT_NBYTES + 3 * N_LARGE * uploads.PART_NBYTES + QUEUE_NBYTES
-    assert grown < stated + 32 * MIB, grown
+    # What is sent piece by piece leaves holes that the allocator keeps, more of them the slower the server. Without a
+    # bound for all objects together, three parts of each on their way would be 432 MiB, and their copies as much.
+    assert grown < stated + 160 * MIB, grown
