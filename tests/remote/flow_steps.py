@@ -152,3 +152,36 @@ def digests(url):
             index = load_index(store, manifest)
             found |= {index.sample_id(row): index.content_digest[row].tobytes() for row in range(index.n_samples)}
     return found
+
+
+def check_damage_is_repaired(hsfmt, url):
+    """Flip a byte of a sample: it is found, and left out by a repair."""
+    write_part(url, "p-one", range(4), codec="none", seal=True)
+    store = open_store(url)
+    path = next(path for path, _ in store.walk("parts/p-one/hidden_states/c"))
+    data = bytearray(store.read(path, 1 << 20))
+    data[5] ^= 0x10
+    store.write(path, bytes(data))
+    hsfmt("verify", url, "--level", "full", "-q", codes=(1,))
+    hsfmt("repair", url, "-q", codes=(1,))
+    hsfmt("verify", url, "--level", "full", "-q")
+
+
+def check_copies_and_merges(hsfmt, url, other, tmp_path):
+    """Copy between a folder, a storage and another one of it, by the server where it can; and put both together."""
+    source, back = tmp_path / "source", tmp_path / "back"
+    write_part(source, "p-one", range(4), holes=["h1"])
+    write_part(source, "p-two", range(4, 9), seal=True)
+    assert hsfmt.json("push", source, url)["files"] > 0
+    assert hsfmt.json("push", url, other, "--verify", "full")["server_copied_nbytes"] > 0
+    assert hsfmt.json("pull", other, back)["files"] > 0
+    assert objects(url) == objects(other) == objects(back) == objects(source)
+    assert held(url) == held(source)
+    assert hsfmt.json("push", source, url)["files"] == 0
+    write_part(tmp_path / "third", "p-three", range(20, 23), seal=True)
+    hsfmt("merge", url, tmp_path / "third")
+    hsfmt("merge", source, tmp_path / "third")
+    assert held(url) == held(source)
+    hsfmt("merge", f"{other}-new", url, other)
+    assert held(f"{other}-new") == held(url)
+    hsfmt("verify", url, "--level", "full", "-q")

@@ -10,7 +10,18 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from flow_steps import ROOT, converting, held, in_a_process, objects, shards, source_folder, write_part
+from flow_steps import (
+    ROOT,
+    check_copies_and_merges,
+    check_damage_is_repaired,
+    converting,
+    held,
+    in_a_process,
+    objects,
+    shards,
+    source_folder,
+    write_part,
+)
 from servers.azurite import ACCOUNT
 from servers.fault_proxy import Fault
 
@@ -83,35 +94,11 @@ def test_exported_into_a_container(hsfmt, url, tmp_path):
 
 
 def test_a_flipped_byte_is_found_and_repaired(hsfmt, url):
-    write_part(url, "p-one", range(4), codec="none", seal=True)
-    store = open_store(url)
-    path = next(path for path, _ in store.walk("parts/p-one/hidden_states/c"))
-    data = bytearray(store.read(path, 1 << 20))
-    data[5] ^= 0x10
-    store.write(path, bytes(data))
-    hsfmt("verify", url, "--level", "full", "-q", codes=(1,))
-    hsfmt("repair", url, "-q", codes=(1,))
-    hsfmt("verify", url, "--level", "full", "-q")
+    check_damage_is_repaired(hsfmt, url)
 
 
 def test_copies(hsfmt, url, make_azure_container, tmp_path):
-    """Between a folder, a container and another one, by the server where it can; and both put together."""
-    source, other, back = tmp_path / "source", f"abfs://{make_azure_container()}/d", tmp_path / "back"
-    write_part(source, "p-one", range(4), holes=["h1"])
-    write_part(source, "p-two", range(4, 9), seal=True)
-    assert hsfmt.json("push", source, url)["files"] > 0
-    assert hsfmt.json("push", url, other, "--verify", "full")["server_copied_nbytes"] > 0
-    assert hsfmt.json("pull", other, back)["files"] > 0
-    assert objects(url) == objects(other) == objects(back) == objects(source)
-    assert held(url) == held(source)
-    assert hsfmt.json("push", source, url)["files"] == 0
-    write_part(tmp_path / "third", "p-three", range(20, 23), seal=True)
-    hsfmt("merge", url, tmp_path / "third")
-    hsfmt("merge", source, tmp_path / "third")
-    assert held(url) == held(source)
-    hsfmt("merge", f"{other}-new", url, other)
-    assert held(f"{other}-new") == held(url)
-    hsfmt("verify", url, "--level", "full", "-q")
+    check_copies_and_merges(hsfmt, url, f"abfs://{make_azure_container()}/d", tmp_path)
 
 
 def test_random_samples(azure_server, url, tmp_path, azure_faults, monkeypatch):
