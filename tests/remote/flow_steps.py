@@ -19,6 +19,22 @@ from hsfmt.writers.sample_files import FileTensor, write_sample_file
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS, HIDDEN = (1, 3), 16
+# Every command that reads or changes a dataset, with words for its place and for one of its own.
+COMMANDS = {
+    "info": ["URL"],
+    "ls": ["URL"],
+    "cat": ["URL", "s1"],
+    "verify": ["URL", "-q"],
+    "seal": ["URL"],
+    "retract": ["URL", "s1"],
+    "compact": ["URL", "-q"],
+    "repair": ["URL", "-q"],
+    "gc": ["URL", "--older-than", "7d"],
+    "card": ["URL"],
+    "export": ["URL", "OUT", "--to", "safetensors", "-q"],
+    "pull": ["URL", "OUT", "-q"],
+    "merge": ["OUT", "URL"],
+}
 
 
 class CommandFailedError(Exception):

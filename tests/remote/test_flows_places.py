@@ -4,7 +4,7 @@ import itertools
 import json
 
 import pytest
-from flow_steps import source_folder, write_part
+from flow_steps import COMMANDS, source_folder, write_part
 from servers.fault_proxy import Fault
 
 from hsfmt import DatasetWriter, HiddenStateDataset
@@ -13,21 +13,6 @@ from hsfmt.root import enclosing_dataset
 from hsfmt.storage import open_store
 
 INNER = ["hsfmt", "hsfmt/manifests", "parts", "parts/p-one", "parts/p-one/hidden_states"]
-COMMANDS = {
-    "info": ["URL"],
-    "ls": ["URL"],
-    "cat": ["URL", "s1"],
-    "verify": ["URL", "-q"],
-    "seal": ["URL"],
-    "retract": ["URL", "s1"],
-    "compact": ["URL", "-q"],
-    "repair": ["URL", "-q"],
-    "gc": ["URL", "--older-than", "7d"],
-    "card": ["URL"],
-    "export": ["URL", "OUT", "--to", "safetensors", "-q"],
-    "pull": ["URL", "OUT", "-q"],
-    "merge": ["OUT", "URL"],
-}
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 import pytest
-from flow_steps import ROOT, converting, environment, in_a_process, source_folder, write_part
+from flow_steps import COMMANDS, ROOT, converting, environment, in_a_process, source_folder, write_part
 from servers.nginx import AUTHORITY
 from servers.seaweed import READER_KEY, READER_SECRET, SECRET
 
@@ -19,21 +19,6 @@ LOGIN = "someone:her-own-password"
 SIGNATURE = "X-Amz-Signature=0123456789abcdef0123"
 SECRETS = (SECRET, READER_SECRET, WRONG_SECRET, "her-own-password", "0123456789abcdef0123")
 
-COMMANDS = {
-    "info": ["URL"],
-    "ls": ["URL"],
-    "cat": ["URL", "s1"],
-    "verify": ["URL", "-q"],
-    "seal": ["URL"],
-    "retract": ["URL", "s1"],
-    "compact": ["URL", "-q"],
-    "repair": ["URL", "-q"],
-    "gc": ["URL", "--older-than", "7d"],
-    "card": ["URL"],
-    "export": ["URL", "OUT", "--to", "safetensors", "-q"],
-    "pull": ["URL", "OUT", "-q"],
-    "merge": ["OUT", "URL"],
-}
 WRITING = {
     "convert": ["SOURCE", "URL", "--from", "vllm", "--layer-ids", "1,3", "-q"],
     "push": ["DATASET", "URL", "-q"],
