@@ -212,7 +212,7 @@ def _states(batch: Sequence[int], items: list[dict[str, Any]]) -> Delivered:
 
 
 class _Ahead(_Hsfmt):
-    """As a BatchOrder hands batches out, with what follows: it is read ahead, up to 256 MiB."""
+    """As a BatchOrder hands batches out, with what follows: it is read ahead, up to 512 MiB."""
 
     def read(self, batches: Batches) -> Delivered:
         yield from super().read(with_following(batches))

@@ -5,6 +5,7 @@ Spec: rules WRITE-10, WRITE-11.
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -62,9 +63,17 @@ def refuse_file(store: Store) -> None:
     """
     path = Path(store.url).absolute()
     places = (path, *path.parents) if store.is_local else ()
-    file = next((place for place in places if place.exists() and not place.is_dir()), None)
+    file = next((place for place in places if _is_file(place)), None)
     if file is not None:
         raise UsageError.at(store.url, expected="a folder, or a name for one", got=f"a file: {file}")
+
+
+def _is_file(place: Path) -> bool:
+    """Say whether there is something, and no folder; of what can't be looked at, what is written next tells."""
+    try:
+        return not stat.S_ISDIR(place.stat().st_mode)
+    except OSError:
+        return False
 
 
 def read_root(store: Store) -> Header:

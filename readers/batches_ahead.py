@@ -17,7 +17,7 @@ from hsfmt.storage.abandonment import wait_for
 _T = TypeVar("_T")
 
 # Of all batches that are ahead, over all workers of a loader.
-AHEAD_NBYTES = 256 << 20
+AHEAD_NBYTES = 512 << 20
 # Likewise. Each of them is a thread while it is read, which waits more than it works, and a descriptor in a worker.
 MAX_BATCHES = 32
 

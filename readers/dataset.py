@@ -65,7 +65,8 @@ class HiddenStateDataset:
         Names of extra columns that raw items carry too. One that neither the first nor the last part has is refused at
         once, for which their indexes are read; a part between that lacks it is found when a sample of it is read.
     n_threads
-        Threads that fetch and decode; None: up to 4, and 1 in a worker of a DataLoader.
+        Threads that fetch and decode; None: up to 4, and 1 in a worker of a DataLoader that reads a
+        local dataset.
     storage_options
         For fsspec URLs.
     cache_dir, cache_size
@@ -74,9 +75,8 @@ class HiddenStateDataset:
         no cache, and 32 GiB; "" as folder: none.
     ahead_nbytes
         Bytes of the batches that are read before they are asked for, where a BatchOrder made of this dataset says what
-        comes next: by a DataLoader, whose workers share it, or without one. 0: none are. None: 256 MiB of a remote
-        dataset, 0 of a local one. What is on its way takes as much again, and more where chunks are larger than what is
-        wanted of them: up to 256 MiB a process, and 8 MiB for each batch.
+        comes next: by a DataLoader, whose workers share it, or without one. 0: none are. None: 512 MiB of a remote
+        dataset, 0 of a local one. What is on its way comes on top: up to 256 MiB a process, and 8 MiB for each batch.
 
     Raises
     ------

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy.typing as npt
@@ -28,9 +29,9 @@ from hsfmt.readers.local_cache import CachedRange, LocalCache, ranges_of
 from hsfmt.readers.planner import ChunkRead, Coalescing, RangeRead
 from hsfmt.readers.process_state import ForkAware
 from hsfmt.readers.scatter import PIECE_NBYTES, Destinations, Places, run_pieces
-from hsfmt.readers.threads import Scratch, default_threads, needs_pool, run_all
+from hsfmt.readers.threads import Scratch, default_threads, needs_pool, run_all, run_coming
 from hsfmt.storage import Store
-from hsfmt.storage.base import Arrivals
+from hsfmt.storage.base import Arrivals, BytesLike
 from hsfmt.storage.local import os_errors_typed
 
 Array = npt.NDArray[Any]
@@ -144,7 +145,7 @@ class Fetcher(ForkAware):
         StorageError
             The storage fails.
         """
-        n_threads = self._n_threads or default_threads()
+        n_threads = self._n_threads or default_threads(remote=not self._store.is_local)
         inline = not needs_pool(read.column.codec for read in ranges)
         coarse = n_threads > _MAX_FINE_THREADS
         destinations = Destinations(targets, scatter=not (coarse and self._check))
@@ -195,7 +196,7 @@ class Fetcher(ForkAware):
         inline: bool,
     ) -> None:
         """Take what is cached while the rest is in flight."""
-        n_threads = self._n_threads or default_threads()
+        n_threads = self._n_threads or default_threads(remote=True)
         from_cache = [partial(self._read_cached, cached, targets, coarse=coarse) for cached in here if targets]
         if not wanted:
             run_all(_call, from_cache, n_threads, inline=inline)
@@ -203,8 +204,9 @@ class Fetcher(ForkAware):
         self._count(sum(read.nbytes for read in wanted))
         with self._store.read_each([(read.path, read.offset, read.nbytes) for read in wanted]) as arrivals:
             incoming = _Incoming(arrivals, wanted, targets, coarse)
-            work = [*from_cache, *[partial(self._take_next, incoming)] * len(wanted)]
-            run_all(partial(_call_or_close, arrivals), work, n_threads, inline=inline, abandon=arrivals.close)
+            arriving = iter(partial(self._next_of, incoming), None)
+            work = partial(_call_or_close, arrivals)
+            run_coming(work, chain(from_cache, arriving), n_threads, inline=inline, abandon=arrivals.close)
         if len(incoming.delivered) != len(wanted):
             got = f"{len(incoming.delivered)}"
             raise StorageError.at(self._store.url, expected=f"{len(wanted)} ranges", got=got)
@@ -224,16 +226,18 @@ class Fetcher(ForkAware):
             if not taken:
                 self._cache.reject(cached, chunk, path)
 
-    def _take_next(self, incoming: _Incoming) -> None:
-        """Check and decode whichever range arrives next, while others are in flight."""
-        arrived = next(incoming.arrivals, None)
-        if arrived is None:  # another thread has failed
-            return
-        number, body = arrived
+    def _next_of(self, incoming: _Incoming) -> Callable[[], None] | None:
+        """Wait for whichever range arrives next, and return what takes it to where it goes; None at the end."""
+        arrived = incoming.arrivals.take()
+        return None if arrived is None else partial(self._take, incoming, *arrived)
+
+    def _take(self, incoming: _Incoming, number: int, body: BytesLike) -> None:
+        """Check and decode a range that has arrived, while others are in flight."""
         read, targets = incoming.ranges[number], incoming.targets
         coarse = incoming.coarse
         delivery = None if targets is None else Delivery(read.column, read.path, targets, _SCRATCH, coarse=coarse)
         self._deliver(read, memoryview(body), delivery, None)
+        incoming.arrivals.let_go(number)
         incoming.delivered.append(number)
 
     def _read_run(self, run: Sequence[RangeRead], targets: Destinations, *, coarse: bool) -> None:

@@ -13,7 +13,8 @@ import re
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
@@ -28,15 +29,18 @@ _MAX_DEFAULT_THREADS = 4
 _KEPT_SCRATCH_NBYTES = 16 << 20
 
 
-def default_threads() -> int:
-    """Return 1 in a DataLoader's worker, of which there are many already, else up to 4 as there are cores for it.
+def default_threads(*, remote: bool = False) -> int:
+    """Return up to 4 as there are cores for it; 1 in a DataLoader's worker that reads what is local.
 
-    The cores are shared with the other ranks of this machine, of which torchrun and others say how many there are. A
-    rank that was started by torch.multiprocessing is no worker, though a child process like one.
+    The cores are shared with the other ranks of this machine, of which torchrun and others say how many there are, and
+    with the loader's other workers. Of these there are many already; one of them that reads over a network, though, has
+    to keep up with all that arrives. A rank that was started by torch.multiprocessing is no worker, though a child
+    process like one.
     """
-    if n_loader_workers():
+    n_workers = n_loader_workers()
+    if n_workers and not remote:
         return 1
-    return max(1, min(_MAX_DEFAULT_THREADS, n_cores() // _local_ranks()))
+    return max(1, min(_MAX_DEFAULT_THREADS, n_cores() // (_local_ranks() * (n_workers or 1))))
 
 
 def n_loader_workers() -> int:
@@ -93,6 +97,44 @@ class _Run(Generic[_T]):
         self.left.put(len(self.active))
 
 
+class _Coming(_Run[_T]):
+    """A run whose items are handed over one by one; each is a turn of whichever thread comes to it first.
+
+    Attributes
+    ----------
+    n_turns
+        How many there will be.
+    left
+        Gets something after each turn.
+    """
+
+    __slots__ = ("_handed", "_pool", "n_turns")
+
+    def __init__(self, work: Callable[[_T], None], pool: _Pool) -> None:
+        super().__init__(work, [])
+        self._pool = pool
+        self._handed: SimpleQueue[_T] = SimpleQueue()
+        self.n_turns = 0
+
+    def hand(self, item: _T) -> None:
+        """Have an item worked on."""
+        self._handed.put(item)
+        self._pool.begin_turn(self)
+        self.n_turns += 1
+
+    def take_part(self) -> None:
+        """Work on one item, unless the run is over."""
+        self.active.append(None)  # as above: before `over` is looked at
+        try:
+            if not self.over:
+                self._work(self._handed.get_nowait())
+        except BaseException as error:  # noqa: BLE001  raised by the caller
+            self.errors.append(error)
+            self.over = True
+        self.active.pop()
+        self.left.put(len(self.active))
+
+
 class _Pool:
     """Up to `n_threads` threads that wait for runs. They are no reason for the interpreter not to exit."""
 
@@ -121,6 +163,11 @@ class _Pool:
         for _ in range(self._n_threads):
             self._start_one()
             self._runs.put(run)
+
+    def begin_turn(self, run: _Run[Any]) -> None:
+        """Let one thread take part in a run, the first one that is free; raises as `begin`."""
+        self._start_one()
+        self._runs.put(run)
 
     def _start_one(self) -> None:
         with self._lock:
@@ -210,11 +257,67 @@ def run_all(
     try:
         pool.begin(run)
         deque(iter(run.left.get, 0), maxlen=0)
-    except BaseException as error:  # noqa: BLE001  raised below
+    except BaseException as error:  # noqa: BLE001  raised by `_end`
         run.over = True
         interrupt = error
         if abandon is not None:
             abandon()
+    try:
+        _end(run, interrupt)
+    finally:  # an error that its own traceback leads to would keep the caller's buffers until the garbage collector
+        interrupt = None
+
+
+def run_coming(
+    work: Callable[[_T], None],
+    items: Iterator[_T],
+    n_threads: int,
+    *,
+    inline: bool,
+    abandon: Callable[[], None],
+) -> None:
+    """Call `work` on every item as it comes, in threads of the pool, and return when none of them runs any more.
+
+    The calling thread waits for items, so that threads which several calls share never wait for those of one of them.
+
+    Parameters
+    ----------
+    work
+        Called once an item. What it raises should end `items` too.
+    items
+        Comes to an end soon once `abandon` was called.
+    n_threads, inline
+        As of `run_all`.
+    abandon
+        Called when the caller was interrupted, or could not go on.
+
+    Raises
+    ------
+    BaseException
+        As `run_all`; or what `items` raised.
+    """
+    pool = None if inline and n_threads == 1 else _POOLS.get(n_threads)
+    if pool is None or not pool.usable():
+        for item in items:
+            work(item)
+        return
+    run = _Coming(work, pool)
+    interrupt: BaseException | None = None
+    try:
+        deque(map(run.hand, items), maxlen=0)  # one call, as below
+        deque(islice(iter(run.left.get, None), run.n_turns), maxlen=0)
+    except BaseException as error:  # noqa: BLE001  raised by `_end`
+        run.over = True
+        interrupt = error
+        abandon()
+    try:
+        _end(run, interrupt)
+    finally:
+        interrupt = None
+
+
+def _end(run: _Run[Any], interrupt: BaseException | None) -> None:
+    """Return when no thread takes part in a run that is over; raise what ended it."""
     # The first interrupt is raised below; those that follow while threads are busy are swallowed. Interrupts come after
     # calls and where a loop turns back, which a `try` around the loop covers in some versions of Python only: the
     # waiting is one call, and a loop in a loop swallows one that comes while another is being swallowed.
@@ -222,7 +325,7 @@ def run_all(
         try:
             while run.active:
                 try:
-                    deque(iter(run.left.get, 0), maxlen=0)
+                    run.left.get()
                 except BaseException as error:  # noqa: BLE001
                     interrupt = error if interrupt is None else interrupt
         except BaseException as error:  # noqa: BLE001
@@ -232,7 +335,7 @@ def run_all(
             raise interrupt
         if run.errors:
             raise run.errors[0]
-    finally:  # an error that its own traceback leads to would keep the caller's buffers until the garbage collector
+    finally:  # as above
         interrupt = None
         run.errors.clear()
 

@@ -34,7 +34,8 @@ def open_store(url: str | os.PathLike[str], storage_options: Mapping[str, Any] |
     Raises
     ------
     UsageError
-        If `url` is empty or no URL but nearly one, or `storage_options` are given for a local path or are no dict.
+        If `url` is empty, has a NUL in it, or is no URL but nearly one, or `storage_options` are given for a local path
+        or are no dict.
     """
     text = _checked(os.fspath(url))
     if not isinstance(storage_options, Mapping | None):
@@ -58,6 +59,8 @@ def _checked(text: str) -> str:
     """Return a path, or a URL with its scheme in lower case."""
     if not text:
         raise UsageError.at("url", expected="a path or URL", got="an empty string")
+    if "\0" in text:
+        raise UsageError.at("url", expected="a path or URL", got="a text with NUL in it")
     mangled = _MANGLED.match(text)
     if mangled is not None:
         remedy = f"write {mangled[0]}//… as text, since pathlib drops a slash; ./{mangled[0]}… is a local path"

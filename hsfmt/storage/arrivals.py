@@ -9,6 +9,7 @@ import asyncio
 import os
 import weakref
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -24,6 +25,9 @@ MAX_REQUESTS = 32
 # arrived and was not taken yet.
 MAX_ALL_REQUESTS = 128
 MAX_HELD_NBYTES = 256 << 20
+# Of all calls of a process together: what they asked for and has not arrived. Less than what may be read ahead, so that
+# batches arrive one after the other rather than all at once, after which there would be nothing under way.
+MAX_FLYING_NBYTES = 128 << 20
 
 Fetch = Callable[[int], Coroutine[Any, Any, BytesLike]]
 
@@ -47,18 +51,29 @@ class ArrivalsInFlight(Arrivals):
         wait_for(self)
 
     def __next__(self) -> tuple[int, BytesLike]:
+        arrived = self.take()
+        if arrived is None:
+            raise StopIteration
+        self.let_go(arrived[0])
+        return arrived
+
+    def take(self) -> tuple[int, BytesLike] | None:
+        """Return the next one, None at the end; its bytes count as held until `let_go`."""
         arrived = self._flight.arrived.get()
         if isinstance(arrived, tuple):
-            self._flight.taken(arrived[0])
             return arrived
         self._flight.arrived.put(None)  # for other threads, and for who asks again
         if arrived is None:
-            raise StopIteration
+            return None
         self._close()
         try:
             raise arrived
         finally:
             del arrived  # the error refers to this frame, which would refer to it
+
+    def let_go(self, number: int) -> None:
+        """Let more be asked for in place of one that was taken: nobody holds its body any more."""
+        self._flight.taken(number)
 
     def close(self) -> None:
         """Cancel what is in flight; threads that wait for it are told that nothing comes any more."""
@@ -91,6 +106,8 @@ class _Room:
         n_requests = sum(flight.n_requests for flight in self.flights)
         if n_requests >= MAX_ALL_REQUESTS or self.held_nbytes + nbytes > MAX_HELD_NBYTES:
             return False
+        if sum(flight.flying_nbytes for flight in self.flights) + nbytes > MAX_FLYING_NBYTES:
+            return False
         return not any(older.needs_room for older in self.flights[: self.flights.index(flight)])
 
     def changed(self) -> None:
@@ -117,7 +134,9 @@ class _Flight:
     arrived
         (number, body), or the error that ended it all, or None at the end.
     held_nbytes
-        Bytes asked for, or arrived and not taken.
+        Bytes asked for, or arrived and not let go of.
+    flying_nbytes
+        Of these, the ones that have not arrived.
     needs_room
         Whether it waits for others to hold less.
     change
@@ -126,7 +145,7 @@ class _Flight:
 
     def __init__(self, fetch: Fetch, sizes: Sequence[int]) -> None:
         self.arrived: SimpleQueue[tuple[int, BytesLike] | BaseException | None] = SimpleQueue()
-        self.held_nbytes = 0
+        self.held_nbytes = self.flying_nbytes = 0
         self.needs_room = False
         self.change = asyncio.Event()
         self._fetch = fetch
@@ -200,9 +219,10 @@ class _Flight:
                     await self.change.wait()
                 self._has_room()
                 self.held_nbytes += nbytes
+                self.flying_nbytes += nbytes
                 task = self._loop.create_task(self._one(number))
                 self._tasks.add(task)
-                task.add_done_callback(self._ended)
+                task.add_done_callback(partial(self._ended, nbytes))
             while self._tasks:
                 self.change.clear()
                 await self.change.wait()
@@ -221,8 +241,9 @@ class _Flight:
             if self._room is not None:
                 self._room.changed()
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _ended(self, nbytes: int, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
+        self.flying_nbytes -= nbytes
         self.change.set()
         if self._room is not None:
             self._room.changed()

@@ -161,6 +161,13 @@ class Arrivals(Iterator[tuple[int, BytesLike]]):
     def close(self) -> None:
         """Give up what was not taken yet; threads that wait for more find that it has ended."""
 
+    def take(self) -> tuple[int, BytesLike] | None:
+        """Return the next one, None at the end; its bytes count as held until `let_go`."""
+        return next(self, None)
+
+    def let_go(self, number: int) -> None:
+        """Let more be asked for in place of one that was taken: nobody holds its body any more."""
+
     def __enter__(self) -> Self:
         return self
 

@@ -150,6 +150,20 @@ def test_a_worker_decodes_in_one_thread(write, method, monkeypatch):
     assert list(loader) == [1, 0, 0]
 
 
+class CountsRemoteThreads(CountsThreads):
+    def __getitem__(self, number):
+        return threads.default_threads(remote=True)
+
+
+@pytest.mark.parametrize(("n_workers", "cores", "expected"), [(1, 12, 4), (2, 12, 4), (2, 7, 3), (2, 2, 1), (2, 1, 1)])
+def test_workers_that_read_over_a_network_share_the_cores(n_workers, cores, expected, monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr(threads, "n_cores", lambda: cores)
+    counts = CountsRemoteThreads([0] * n_workers)
+    loader = DataLoader(counts, batch_size=None, num_workers=n_workers, multiprocessing_context="fork")
+    assert list(loader) == [expected] * n_workers
+
+
 def report_threads(reports):
     threads.n_cores = lambda: 64
     reports.put(threads.default_threads())

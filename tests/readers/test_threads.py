@@ -20,7 +20,7 @@ from written import assert_same
 from hsfmt.readers import delivery, scatter, threads
 from hsfmt.readers.fetch import Fetcher
 from hsfmt.readers.sample_reader import ReadOptions, SampleReader
-from hsfmt.readers.threads import run_all
+from hsfmt.readers.threads import run_all, run_coming
 
 # After these, CPython looks for signals whose handlers are due.
 LOOKS_FOR_SIGNALS = ("CALL", "RESUME", "JUMP_BACKWARD", "POP_JUMP_BACKWARD")
@@ -101,6 +101,38 @@ class Work:
         self.ended.append(item)
 
 
+def run_one_by_one(work, items, n_threads, *, inline):
+    """run_all, of items that come one after the other and end with `abandon`."""
+    coming = Coming(items)
+
+    def ending(item):
+        try:
+            work(item)
+        except BaseException:
+            coming.end()
+            raise
+
+    run_coming(ending, coming, n_threads, inline=inline, abandon=coming.end)
+
+
+EITHER = (run_all, run_one_by_one)
+
+
+class Coming:
+    def __init__(self, items):
+        self.items = iter(items)
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        time.sleep(0.001)
+        return next(self.items)
+
+    def end(self):
+        self.items = iter(())
+
+
 def within(seconds, function):
     """Fail instead of hanging."""
     thread = threading.Thread(target=function, daemon=True)
@@ -111,7 +143,8 @@ def within(seconds, function):
 
 @pytest.mark.skipif(sys.version_info[:2] == (3, 12), reason="Python 3.12 gives no events for each instruction")
 @pytest.mark.parametrize("fresh", [True, False])
-def test_an_interrupt_anywhere(monkeypatch, fresh):
+@pytest.mark.parametrize("run_all", EITHER)
+def test_an_interrupt_anywhere(monkeypatch, run_all, fresh):
     """The threads that are started by and by, and those that are there."""
     monkeypatch.setattr(threads, "_POOLS", threads._Pools())
     run_all(Work(), [1, 2], 2, inline=False)
@@ -145,15 +178,17 @@ def test_no_loop_turns_back_under_a_lock(repo_root):
     assert n_locks > 8
 
 
-def test_threads_are_started_once(monkeypatch):
+@pytest.mark.parametrize("run_all", EITHER)
+def test_threads_are_started_once(monkeypatch, run_all):
     monkeypatch.setattr(threads, "_POOLS", threads._Pools())
     for _ in range(50):
         run_all(Work(0), [1, 2, 3], 2, inline=False)
     assert threads._POOLS.get(2).n_started == 2
 
 
+@pytest.mark.parametrize("run_all", EITHER)
 @pytest.mark.parametrize("n_strikes", [1, 5])
-def test_a_signal_takes_effect_when_the_work_in_hand_is_done(alarm, n_strikes):
+def test_a_signal_takes_effect_when_the_work_in_hand_is_done(alarm, n_strikes, run_all):
     work = Work()
 
     def struck(item):
@@ -204,7 +239,7 @@ def test_nothing_is_written_to_out_after_an_interrupted_read(write, monkeypatch,
 def test_an_interrupted_process_exits(run_python, repo_root):
     code = """
     import faulthandler, signal, threading, time
-    from hsfmt.readers.threads import run_all
+    from hsfmt.readers.threads import run_all, run_coming
     faulthandler.dump_traceback_later(250, exit=True)
     def work(item):
         if item == 5:
@@ -221,7 +256,7 @@ def test_an_interrupted_process_exits(run_python, repo_root):
 def test_threads_that_outlive_the_main_one_go_on(run_python, repo_root):
     code = """
     import threading, time
-    from hsfmt.readers.threads import run_all
+    from hsfmt.readers.threads import run_all, run_coming
     def late():
         threading.main_thread().join()
         done = []
@@ -232,8 +267,9 @@ def test_threads_that_outlive_the_main_one_go_on(run_python, repo_root):
     assert run_python("if 1:" + code, path=repo_root).strip() == str(list(range(10)))
 
 
+@pytest.mark.parametrize("run_all", EITHER)
 @pytest.mark.parametrize("kind", [ValueError, StopIteration, KeyboardInterrupt])
-def test_what_work_raises_is_raised(kind):
+def test_what_work_raises_is_raised(kind, run_all):
     done = []
 
     def work(item):
@@ -251,7 +287,8 @@ class Buffer:
     pass
 
 
-def test_nothing_is_kept_of_a_read_that_ended():
+@pytest.mark.parametrize("run_all", EITHER)
+def test_nothing_is_kept_of_a_read_that_ended(run_all):
     """Nor until the garbage collector comes: buffers are large."""
     gc.collect()
     gc.disable()
@@ -278,7 +315,8 @@ def test_nothing_is_kept_of_a_read_that_ended():
         gc.enable()
 
 
-def test_with_fewer_threads_than_asked_for(monkeypatch):
+@pytest.mark.parametrize("run_all", EITHER)
+def test_with_fewer_threads_than_asked_for(monkeypatch, run_all):
     monkeypatch.setattr(threads, "_POOLS", threads._Pools())
     start, allowed = threads._thread.start_new_thread, [1]
 

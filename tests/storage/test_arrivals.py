@@ -105,6 +105,47 @@ def test_calls_share_the_limit_and_the_older_goes_first(requests, monkeypatch):
     assert arrivals.held_nbytes() == 0
 
 
+def test_calls_share_what_is_on_its_way(requests, monkeypatch):
+    """What has arrived makes room for the next request, though nobody has taken it; what is held is counted apart."""
+    gc.collect()
+    monkeypatch.setattr(arrivals, "MAX_FLYING_NBYTES", 10)
+    younger = Requests()
+    with ArrivalsInFlight(requests.fetch, [6, 4, 2]) as old, ArrivalsInFlight(younger.fetch, [1, 1]) as young:
+        requests.wait(2)
+        younger.wait(1)
+        assert (requests.begun, younger.begun) == ([0, 1], [0])
+        requests.answer(1)
+        requests.wait(1)
+        younger.wait(1)
+        assert (requests.begun, younger.begun) == ([0, 1, 2], [0, 1])
+        assert arrivals.held_nbytes() == 14
+        for number in (0, 2):
+            requests.answer(number)
+            younger.answer(number // 2)
+        assert sorted(number for number, _ in old) == [0, 1, 2]
+        assert sorted(number for number, _ in young) == [0, 1]
+
+
+def test_what_was_taken_counts_until_it_is_let_go(requests, monkeypatch):
+    gc.collect()
+    monkeypatch.setattr(arrivals, "MAX_HELD_NBYTES", 4)
+    with ArrivalsInFlight(requests.fetch, [2, 2, 1]) as found:
+        requests.wait(2)
+        requests.answer(0)
+        assert found.take() == (0, b"\0")
+        assert arrivals.held_nbytes() == 4
+        found.let_go(0)
+        requests.wait(1)
+        assert requests.begun == [0, 1, 2]
+        assert arrivals.held_nbytes() == 3
+        requests.answer(1)
+        requests.answer(2)
+        assert sorted([found.take(), found.take()]) == [(1, b"\1"), (2, b"\2")]
+        assert found.take() is None
+        found.let_go(1)
+        found.let_go(2)
+
+
 def test_calls_share_the_number_of_requests(requests, monkeypatch):
     monkeypatch.setattr(arrivals, "MAX_ALL_REQUESTS", 3)
     younger = Requests()
