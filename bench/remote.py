@@ -43,6 +43,7 @@ CODECS = ("none", "zstd")
 STEPS = ("readers", "requests", "loaders", "cache", "writing")
 _MOST_FILLING_EPOCHS = 4
 _PASSES = 8  # of an epoch that is read at local speed, and over too soon to be measured
+_CACHE_ROUNDS = 5  # for each of the others: they take a second, of which two busy cores make anything
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +253,7 @@ class Run:
                     if not misses:
                         break
                 self._together(local)
-                for _ in range(self.size.rounds):
+                for _ in range(self.size.rounds * _CACHE_ROUNDS):
                     here, there = self._together(local, _PASSES)[0], self._together(cached, _PASSES)
                     self.results.cached.setdefault(codec, []).append((there[0], here, there[1]))
             finally:

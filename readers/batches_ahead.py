@@ -20,6 +20,8 @@ _T = TypeVar("_T")
 AHEAD_NBYTES = 512 << 20
 # Likewise. Each of them is a thread while it is read, which waits more than it works, and a descriptor in a worker.
 MAX_BATCHES = 32
+# So many batches of which nothing came from the storage, and what follows is taken for cached, too.
+_CACHED_IN_A_ROW = 3
 
 
 class Batch(list[int]):
@@ -59,6 +61,9 @@ class BatchesAhead(ForkAware, Generic[_T]):
     out not to have next is given up. Nothing of it crosses a fork or a pickle; workers of a DataLoader divide
     `max_nbytes` among them.
 
+    As long as all comes from a local cache, nothing is read ahead: there is no round trip to wait for, and memory that
+    goes from core to core makes reading at the speed of memory half again as expensive.
+
     Several threads may take from it; what they do are atomic operations of a dict, so that an interrupt may strike
     anywhere.
 
@@ -78,6 +83,7 @@ class BatchesAhead(ForkAware, Generic[_T]):
         self._waiting: dict[tuple[int, ...], _Waiting[_T]] = {}
         self._given_up: list[_Waiting[_T]] = []
         self._prepared: _Waiting[None] | None = None
+        self._n_cached = 0  # batches in a row
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.max_nbytes,)
@@ -94,6 +100,7 @@ class BatchesAhead(ForkAware, Generic[_T]):
         read: Callable[[list[int]], _T],
         nbytes_of: Callable[[list[int]], int],
         prepare: Callable[[list[int]], None],
+        fetched_nbytes: Callable[[], int] | None = None,
     ) -> _T:
         """Return a batch, and have those read that follow it.
 
@@ -107,17 +114,22 @@ class BatchesAhead(ForkAware, Generic[_T]):
             The bytes that one takes.
         prepare
             Loads what is small, of the first batch that there is no room for.
+        fetched_nbytes
+            How many bytes came from the storage so far; None where there is no local cache.
 
         Raises
         ------
         BaseException
             What reading this batch raised.
         """
+        if fetched_nbytes is not None:
+            read = self._noting(read, fetched_nbytes)
         n_workers = n_loader_workers() or 1
         following = batch.following[n_workers - 1 :: n_workers]  # a worker gets every so manieth
         mine = self._waiting.pop(tuple(batch), None)
         self._give_up_all_but({tuple(numbers) for numbers in following})
-        for numbers in following[: max(MAX_BATCHES // n_workers, 1)]:
+        n_most = max(MAX_BATCHES // n_workers, 1) if self._n_cached < _CACHED_IN_A_ROW else 0
+        for numbers in following[:n_most]:
             key, nbytes = tuple(numbers), nbytes_of(numbers)
             if key in self._waiting:
                 continue
@@ -135,6 +147,17 @@ class BatchesAhead(ForkAware, Generic[_T]):
     def close(self) -> None:
         """Give up what is ahead."""
         self._give_up_all_but(())
+
+    def _noting(self, read: Callable[[list[int]], _T], fetched_nbytes: Callable[[], int]) -> Callable[[list[int]], _T]:
+        """Return what reads a batch and notes whether all of it was cached; what others fetch meanwhile says no."""
+
+        def reading(numbers: list[int]) -> _T:
+            before = fetched_nbytes()
+            items = read(numbers)
+            self._n_cached = self._n_cached + 1 if fetched_nbytes() == before else 0
+            return items
+
+        return reading
 
     def _prepare(self, numbers: list[int], prepare: Callable[[list[int]], None]) -> None:
         """Prepare one batch at a time; what goes wrong is found again when it is read."""

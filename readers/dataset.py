@@ -158,7 +158,8 @@ class HiddenStateDataset:
             A sample can't be read as it was committed; no other one takes its place.
         """
         if isinstance(indices, Batch) and self._ahead.max_nbytes:
-            return self._ahead.take(indices, self._items, self._nbytes, self.reader.load_parts)
+            reader = self.reader
+            return self._ahead.take(indices, self._items, self._nbytes, reader.load_parts, reader.fetched_nbytes)
         return self._items(indices)
 
     def _items(self, indices: Sequence[int]) -> list[Item]:

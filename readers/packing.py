@@ -145,7 +145,8 @@ class PackingCollator:
     def __getitem__(self, indices: Sequence[Index]) -> dict[str, Any]:
         """Return a batch, as when called with it; what a BatchOrder says to follow is read ahead."""
         if isinstance(indices, Batch) and self._ahead.max_nbytes:
-            return self._ahead.take(indices, self, self._nbytes, self.dataset.reader.load_parts)
+            reader = self.dataset.reader
+            return self._ahead.take(indices, self, self._nbytes, reader.load_parts, reader.fetched_nbytes)
         return self(indices)
 
     def _nbytes(self, indices: Iterable[Index]) -> int:

@@ -6,7 +6,7 @@ Spec: rules READ-1 to READ-6.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,6 +141,12 @@ class SampleReader:
     def cache(self) -> LocalCache | None:
         """The local cache, None where there is none: for local datasets, and where nothing names a folder."""
         return None if self.store.is_local else shared_cache(self._cache_settings)
+
+    @property
+    def fetched_nbytes(self) -> Callable[[], int] | None:
+        """Says how many bytes of shards the storage was asked for so far; None where there is no local cache."""
+        fetcher = self._state.fetcher
+        return None if self.cache is None else lambda: fetcher.nbytes_read
 
     @property
     def _state(self) -> _Opened:

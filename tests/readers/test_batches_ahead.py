@@ -90,6 +90,39 @@ def test_no_more_bytes_are_ahead_than_allowed():
     assert 50 < max(most) <= 100
 
 
+class Cached:
+    """Reads numbers: those from `first` to `last` come from the storage, all others out of a cache."""
+
+    def __init__(self, first, last):
+        self.stored = range(first, last + 1)
+        self.nbytes = 0
+        self.threads = {}
+
+    def __call__(self, numbers):
+        if numbers[0] in self.stored:
+            self.nbytes += 100
+        self.threads[numbers[0]] = threading.current_thread() is threading.main_thread()
+        return [number * 10 for number in numbers]
+
+
+def test_what_is_cached_is_not_read_ahead():
+    read, ahead = Cached(20, 29), BatchesAhead(4)
+    for batch in batches(list(range(60))):
+        found = ahead.take(batch, read, one_byte, nothing, lambda: read.nbytes)
+        assert found == [batch[0] * 10]
+        until(lambda: not any(waiting.stage.busy for waiting in list(ahead._waiting.values())))
+    inline = [number for number, is_main in sorted(read.threads.items()) if is_main]
+    # Four are on their way before anything is known of the first; then none is, until one had to be fetched.
+    assert inline == [0, *range(5, 22), *range(33, 60)]
+
+
+def test_without_a_cache_all_is_read_ahead():
+    read, ahead = Cached(0, -1), BatchesAhead(4)
+    for batch in batches(list(range(20))):
+        assert ahead.take(batch, read, one_byte, nothing) == [batch[0] * 10]
+    assert [number for number, is_main in read.threads.items() if is_main] == [0]
+
+
 def test_what_there_is_no_room_for_is_prepared():
     """One batch at a time, the first of them; what goes wrong there is no error."""
     work, ahead, prepared = Work(), BatchesAhead(2), []
