@@ -150,6 +150,13 @@ class StorageError(HsfmtError, OSError):
     exit_code = 3
 
 
+class AccessError(StorageError):
+    """Nobody is let in, or there is no server: no credentials or permission, no bucket, nothing that answers.
+
+    It says nothing about what is stored.
+    """
+
+
 class ObjectChangedError(StorageError):
     """An object that is never changed once it is committed became another one while it was read."""
 

@@ -7,6 +7,7 @@ round trip each time.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from hsfmt.readers.process_state import ForkAware
@@ -20,8 +21,9 @@ _T = TypeVar("_T")
 AHEAD_NBYTES = 512 << 20
 # Likewise. Each of them is a thread while it is read, which waits more than it works, and a descriptor in a worker.
 MAX_BATCHES = 32
-# So many batches of which nothing came from the storage, and what follows is taken for cached, too.
-_CACHED_IN_A_ROW = 3
+# So many batches in a row of which all was cached, and what follows is taken for cached, too. Many, since one that is
+# not costs a round trip then: of nine cached batches in ten it is one in thirty that does.
+CACHED_IN_A_ROW = 32
 
 
 class Batch(list[int]):
@@ -80,10 +82,10 @@ class BatchesAhead(ForkAware, Generic[_T]):
 
     def after_fork(self) -> None:
         """Forget the parent's batches, and its threads."""
-        self._waiting: dict[tuple[int, ...], _Waiting[_T]] = {}
-        self._given_up: list[_Waiting[_T]] = []
+        self._waiting: dict[tuple[int, ...], _Waiting[tuple[_T, bool]]] = {}
+        self._given_up: list[_Waiting[tuple[_T, bool]]] = []
         self._prepared: _Waiting[None] | None = None
-        self._n_cached = 0  # batches in a row
+        self._n_cached = 0  # batches in a row, as they were asked for
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.max_nbytes,)
@@ -100,7 +102,7 @@ class BatchesAhead(ForkAware, Generic[_T]):
         read: Callable[[list[int]], _T],
         nbytes_of: Callable[[list[int]], int],
         prepare: Callable[[list[int]], None],
-        fetched_nbytes: Callable[[], int] | None = None,
+        count_fetched: Callable[[], int] | None = None,
     ) -> _T:
         """Return a batch, and have those read that follow it.
 
@@ -114,21 +116,20 @@ class BatchesAhead(ForkAware, Generic[_T]):
             The bytes that one takes.
         prepare
             Loads what is small, of the first batch that there is no room for.
-        fetched_nbytes
-            How many bytes came from the storage so far; None where there is no local cache.
+        count_fetched
+            Returns a number that grows with all that a local cache does not have; None where there is none.
 
         Raises
         ------
         BaseException
             What reading this batch raised.
         """
-        if fetched_nbytes is not None:
-            read = self._noting(read, fetched_nbytes)
+        reading = partial(_read_noting, read, count_fetched)
         n_workers = n_loader_workers() or 1
         following = batch.following[n_workers - 1 :: n_workers]  # a worker gets every so manieth
         mine = self._waiting.pop(tuple(batch), None)
         self._give_up_all_but({tuple(numbers) for numbers in following})
-        n_most = max(MAX_BATCHES // n_workers, 1) if self._n_cached < _CACHED_IN_A_ROW else 0
+        n_most = max(MAX_BATCHES // n_workers, 1) if self._n_cached < CACHED_IN_A_ROW else 0
         for numbers in following[:n_most]:
             key, nbytes = tuple(numbers), nbytes_of(numbers)
             if key in self._waiting:
@@ -136,28 +137,20 @@ class BatchesAhead(ForkAware, Generic[_T]):
             if self.held_nbytes + nbytes > self.max_nbytes // n_workers:
                 self._prepare(numbers, prepare)
                 break
-            waiting = _Waiting(numbers, read, nbytes)
+            waiting = _Waiting(numbers, reading, nbytes)
             if self._waiting.setdefault(key, waiting) is waiting:
                 waiting.stage.start()
         if mine is None:
-            return read(batch)
-        wait_for(mine.stage)
-        return next(mine.stage)
+            items, was_cached = reading(batch)
+        else:
+            wait_for(mine.stage)
+            items, was_cached = next(mine.stage)
+        self._n_cached = self._n_cached + 1 if was_cached else 0
+        return items
 
     def close(self) -> None:
         """Give up what is ahead."""
         self._give_up_all_but(())
-
-    def _noting(self, read: Callable[[list[int]], _T], fetched_nbytes: Callable[[], int]) -> Callable[[list[int]], _T]:
-        """Return what reads a batch and notes whether all of it was cached; what others fetch meanwhile says no."""
-
-        def reading(numbers: list[int]) -> _T:
-            before = fetched_nbytes()
-            items = read(numbers)
-            self._n_cached = self._n_cached + 1 if fetched_nbytes() == before else 0
-            return items
-
-        return reading
 
     def _prepare(self, numbers: list[int], prepare: Callable[[list[int]], None]) -> None:
         """Prepare one batch at a time; what goes wrong is found again when it is read."""
@@ -171,3 +164,12 @@ class BatchesAhead(ForkAware, Generic[_T]):
             if waiting is not None:
                 waiting.stage.cancel()
                 self._given_up.append(waiting)
+
+
+def _read_noting(
+    read: Callable[[list[int]], _T], count_fetched: Callable[[], int] | None, numbers: list[int]
+) -> tuple[_T, bool]:
+    """Read a batch, and say whether all of it was cached; if others fetch meanwhile, it is not known to be."""
+    before = None if count_fetched is None else count_fetched()
+    items = read(numbers)
+    return items, count_fetched is not None and count_fetched() == before

@@ -159,7 +159,7 @@ class HiddenStateDataset:
         """
         if isinstance(indices, Batch) and self._ahead.max_nbytes:
             reader = self.reader
-            return self._ahead.take(indices, self._items, self._nbytes, reader.load_parts, reader.fetched_nbytes)
+            return self._ahead.take(indices, self._items, self._nbytes, reader.load_parts, reader.count_fetched)
         return self._items(indices)
 
     def _items(self, indices: Sequence[int]) -> list[Item]:

@@ -61,13 +61,15 @@ class LocalCache(ForkAware):
         The entries.
     n_hits, n_misses, n_damaged
         Chunks found, not found, and found to be something else.
+    n_documents
+        Those that were not found.
     """
 
     def __init__(self, settings: CacheSettings) -> None:
         super().__init__()
         self.folder = CacheFolder(settings.folder, settings.limit_nbytes)
         self._filler = Filler(self.folder)
-        self.n_hits = self.n_misses = self.n_damaged = 0
+        self.n_hits = self.n_misses = self.n_damaged = self.n_documents = 0
         self.after_fork()
 
     def after_fork(self) -> None:
@@ -158,7 +160,9 @@ class LocalCache(ForkAware):
         return None
 
     def add_document(self, what: tuple[str, str], body: bytes) -> None:
-        """Keep a document that was compared with its digest."""
+        """Keep a document that was compared with its digest, and came from the storage."""
+        with self._lock:
+            self.n_documents += 1
         key = key_of("document", *what)
         self._filler.add(EntryName(key, len(body) + _SEAL_NBYTES), _sealed(key, body))
 

@@ -146,7 +146,7 @@ class PackingCollator:
         """Return a batch, as when called with it; what a BatchOrder says to follow is read ahead."""
         if isinstance(indices, Batch) and self._ahead.max_nbytes:
             reader = self.dataset.reader
-            return self._ahead.take(indices, self, self._nbytes, reader.load_parts, reader.fetched_nbytes)
+            return self._ahead.take(indices, self, self._nbytes, reader.load_parts, reader.count_fetched)
         return self(indices)
 
     def _nbytes(self, indices: Iterable[Index]) -> int:

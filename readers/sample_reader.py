@@ -143,10 +143,10 @@ class SampleReader:
         return None if self.store.is_local else shared_cache(self._cache_settings)
 
     @property
-    def fetched_nbytes(self) -> Callable[[], int] | None:
-        """Says how many bytes of shards the storage was asked for so far; None where there is no local cache."""
-        fetcher = self._state.fetcher
-        return None if self.cache is None else lambda: fetcher.nbytes_read
+    def count_fetched(self) -> Callable[[], int] | None:
+        """Returns a number that grows with what the local cache does not have; None where there is no such cache."""
+        fetcher, cache = self._state.fetcher, self.cache
+        return None if cache is None else lambda: fetcher.nbytes_read + cache.n_documents
 
     @property
     def _state(self) -> _Opened:

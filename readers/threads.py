@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hsfmt.cores import n_cores
+from hsfmt.errors import HsfmtError
 from hsfmt.readers.process_state import ForkAware
 
 _T = TypeVar("_T")
@@ -81,6 +82,10 @@ class _Run(Generic[_T]):
         self.left: SimpleQueue[int] = SimpleQueue()
         self.errors: list[BaseException] = []
 
+    def forget(self) -> None:
+        """Let go of what is left, once the run has ended: an error that is kept leads to the run."""
+        self.errors.clear()
+
     def take_part(self) -> None:
         """Work on items until the run is over."""
         # Entered before `over` is looked at: a caller that set it sees us, or we see it.
@@ -121,6 +126,12 @@ class _Coming(_Run[_T]):
         self._handed.put(item)
         self._pool.begin_turn(self)
         self.n_turns += 1
+
+    def forget(self) -> None:
+        """Let go of what was handed over, too."""
+        self.over = True
+        self._handed = SimpleQueue()
+        super().forget()
 
     def take_part(self) -> None:
         """Work on one item, unless the run is over."""
@@ -170,6 +181,8 @@ class _Pool:
         self._runs.put(run)
 
     def _start_one(self) -> None:
+        if self.n_started == self._n_threads:  # without the lock: a signal handler may read, too
+            return
         with self._lock:
             if self.n_started == self._n_threads:
                 return
@@ -253,19 +266,12 @@ def run_all(
             work(item)
         return
     run = _Run(work, items)
-    interrupt: BaseException | None = None
-    try:
+
+    def wait() -> None:
         pool.begin(run)
         deque(iter(run.left.get, 0), maxlen=0)
-    except BaseException as error:  # noqa: BLE001  raised by `_end`
-        run.over = True
-        interrupt = error
-        if abandon is not None:
-            abandon()
-    try:
-        _end(run, interrupt)
-    finally:  # an error that its own traceback leads to would keep the caller's buffers until the garbage collector
-        interrupt = None
+
+    _carry_out(run, wait, abandon)
 
 
 def run_coming(
@@ -302,30 +308,42 @@ def run_coming(
             work(item)
         return
     run = _Coming(work, pool)
-    interrupt: BaseException | None = None
-    try:
+
+    def wait() -> None:
         deque(map(run.hand, items), maxlen=0)  # one call, as below
         deque(islice(iter(run.left.get, None), run.n_turns), maxlen=0)
-    except BaseException as error:  # noqa: BLE001  raised by `_end`
+
+    _carry_out(run, wait, abandon)
+
+
+def _carry_out(run: _Run[Any], wait: Callable[[], None], abandon: Callable[[], None] | None) -> None:
+    """Wait for a run, return when no thread takes part in it any more, and raise what ended it."""
+    # The first interrupt is raised below; those that follow while threads are busy are swallowed, also those that come
+    # together with it. Interrupts come after calls, where a function is entered and where a loop turns back, which a
+    # `try` around the loop covers in some versions of Python only: so nothing is called on the way to the loops, each
+    # waiting is one call, and a loop in a loop swallows one that comes while another is being swallowed.
+    interrupt: BaseException | None = None
+    failure: HsfmtError | None = None
+    abandoned = True
+    try:
+        wait()
+    except HsfmtError as error:
+        run.over = True
+        failure = error
+        abandoned = abandon is None
+    except BaseException as error:  # noqa: BLE001  raised below
         run.over = True
         interrupt = error
-        abandon()
-    try:
-        _end(run, interrupt)
-    finally:
-        interrupt = None
-
-
-def _end(run: _Run[Any], interrupt: BaseException | None) -> None:
-    """Return when no thread takes part in a run that is over; raise what ended it."""
-    # The first interrupt is raised below; those that follow while threads are busy are swallowed. Interrupts come after
-    # calls and where a loop turns back, which a `try` around the loop covers in some versions of Python only: the
-    # waiting is one call, and a loop in a loop swallows one that comes while another is being swallowed.
-    while run.active:
+        abandoned = abandon is None
+    while run.active or not abandoned:
         try:
-            while run.active:
+            while run.active or not abandoned:
                 try:
-                    run.left.get()
+                    if not abandoned and abandon is not None:
+                        abandon()
+                        abandoned = True
+                    else:
+                        run.left.get()
                 except BaseException as error:  # noqa: BLE001
                     interrupt = error if interrupt is None else interrupt
         except BaseException as error:  # noqa: BLE001
@@ -333,11 +351,13 @@ def _end(run: _Run[Any], interrupt: BaseException | None) -> None:
     try:
         if interrupt is not None:
             raise interrupt
+        if failure is not None:
+            raise failure
         if run.errors:
             raise run.errors[0]
-    finally:  # as above
-        interrupt = None
-        run.errors.clear()
+    finally:  # an error that its own traceback leads to would keep the caller's buffers until the garbage collector
+        interrupt = failure = None
+        run.forget()
 
 
 class Scratch(threading.local):

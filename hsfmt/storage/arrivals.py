@@ -65,7 +65,7 @@ class ArrivalsInFlight(Arrivals):
         self._flight.arrived.put(None)  # for other threads, and for who asks again
         if arrived is None:
             return None
-        self._close()
+        self.close()
         try:
             raise arrived
         finally:
@@ -77,13 +77,15 @@ class ArrivalsInFlight(Arrivals):
 
     def close(self) -> None:
         """Cancel what is in flight; threads that wait for it are told that nothing comes any more."""
-        self._close()
+        if self._close.alive:
+            self._flight.cancel()  # as often as an interrupt comes between the two: a call of `_close` would be lost
+            self._close.detach()
 
     def abandon(self) -> None:
         """Cancel what is in flight; who waits for it gets an error, as what it has so far may be taken for all."""
         if self._close.alive:
             self._flight.arrived.put(_given_up())
-            self._close()
+            self.close()
 
 
 class _Room:

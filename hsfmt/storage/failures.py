@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 from urllib.parse import urlsplit
 
-from hsfmt.errors import HsfmtError, NotFoundError, StorageError, UsageError
+from hsfmt.errors import AccessError, HsfmtError, NotFoundError, StorageError, UsageError
 from hsfmt.storage import retries
 from hsfmt.storage.redaction import redacted, shows_nothing
 from hsfmt.storage.retries import RetryBudget, ShortBodyError, WrongRangeError
@@ -141,7 +141,8 @@ def typed_failure(error: BaseException, where: str, place: Place, attempts: int 
     else:
         remedy = "run again; if it stays, check network and endpoint" if retries.is_transient(error) else ""
         got = f"{reason}, from {place.url}"
-        typed = StorageError.at(where, expected="the storage to work", got=got, remedy=remedy)
+        kind = AccessError if retries.is_unreachable(error) else StorageError
+        typed = kind.at(where, expected="the storage to work", got=got, remedy=remedy)
     if isinstance(typed, OSError):
         typed.errno = getattr(error, "errno", None)
     return typed
@@ -157,21 +158,21 @@ def _storage_wide(error: BaseException, place: Place, reason: str) -> HsfmtError
         bucket = urlsplit(place.url).netloc.partition("@")[0] or place.url
         kind = "container" if place.scheme == "az" else "bucket"
         remedy = f"check the {kind}'s name; {_ENDPOINT.get(place.scheme, 'check the endpoint')}"
-        return StorageError.at(place.url, expected=f"a {kind} {bucket!r}", got=reason, remedy=remedy)
+        return AccessError.at(place.url, expected=f"a {kind} {bucket!r}", got=reason, remedy=remedy)
     if names & _NO_CREDENTIALS or "Unable to locate credentials" in str(error):
         remedy = _CREDENTIALS.get(place.scheme, "give them by storage_options or as the driver's documentation says")
-        return StorageError.at(place.url, expected="credentials", got=reason, remedy=remedy)
+        return AccessError.at(place.url, expected="credentials", got=reason, remedy=remedy)
     if isinstance(error, PermissionError) or retries.status(error) in {401, 403}:
         known = _CREDENTIALS.get(place.scheme)
         remedy = "check the credentials, and that they may read (or write) this place" + (f": {known}" if known else "")
-        return StorageError.at(place.url, expected="to be let in", got=reason, remedy=remedy)
+        return AccessError.at(place.url, expected="to be let in", got=reason, remedy=remedy)
     if retries.is_untrusted(error):
         variable = "AWS_CA_BUNDLE" if place.scheme == "s3" else "SSL_CERT_FILE"
         remedy = f"check the address, and that the server's certificate authority is installed here ({variable})"
-        return StorageError.at(place.url, expected="a server with a trusted certificate", got=reason, remedy=remedy)
+        return AccessError.at(place.url, expected="a server with a trusted certificate", got=reason, remedy=remedy)
     if retries.is_unreachable(error) and not place.answered:
         remedy = _ENDPOINT.get(place.scheme, "check the address, and that the server runs")
-        return StorageError.at(place.url, expected="a server that can be reached", got=reason, remedy=remedy)
+        return AccessError.at(place.url, expected="a server that can be reached", got=reason, remedy=remedy)
     return None
 
 
@@ -183,22 +184,22 @@ def _set_wrong(error: BaseException, names: set[str], place: Place, reason: str)
         return UsageError.at("storage_options", expected=expected, got=reason, remedy="check their names")
     if "EndpointResolutionError" in names or "Invalid endpoint" in str(error):
         remedy = "write AWS_ENDPOINT_URL (or endpoint_url in storage_options) as http://HOST:PORT or https://HOST"
-        return StorageError.at(place.url, expected="the URL of an endpoint", got=reason, remedy=remedy)
+        return AccessError.at(place.url, expected="the URL of an endpoint", got=reason, remedy=remedy)
     if names & _NO_PROXY:
-        return StorageError.at(place.url, expected="a proxy that can be reached", got=reason, remedy=_CHECK_PROXY)
+        return AccessError.at(place.url, expected="a proxy that can be reached", got=reason, remedy=_CHECK_PROXY)
     inner = retries.unusable_setting(error)
     if isinstance(inner, OSError):
         remedy = "check AWS_CA_BUNDLE (or verify in client_kwargs)"
-        return StorageError.at(place.url, expected="the file of a certificate authority", got=reason, remedy=remedy)
+        return AccessError.at(place.url, expected="the file of a certificate authority", got=reason, remedy=remedy)
     if (inner is not None and "InvalidProxiesConfigError" in retries.class_names(inner)) or _is_no_url(names, place):
-        return StorageError.at(place.url, expected="the URL of a proxy", got=reason, remedy=_CHECK_PROXY)
+        return AccessError.at(place.url, expected="the URL of a proxy", got=reason, remedy=_CHECK_PROXY)
     if "InvalidURL" in names:
-        return StorageError.at(
+        return AccessError.at(
             place.url, expected="the URL of an endpoint", got=reason, remedy=_ENDPOINT.get(place.scheme, "")
         )
     if inner is not None or ("BotoCoreError" in names and any(map(_REFUSED_SETTING.match, names))):
         remedy = "check storage_options, the bucket's name, the variables AWS_*, and ~/.aws/config"
-        return StorageError.at(place.url, expected="settings that S3 can be asked with", got=reason, remedy=remedy)
+        return AccessError.at(place.url, expected="settings that S3 can be asked with", got=reason, remedy=remedy)
     return None
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import xxhash
 
 from hsfmt.catalog import load_ids
-from hsfmt.errors import HsfmtError
+from hsfmt.errors import AccessError, HsfmtError
 from hsfmt.readers.verification.documents import LoadedSnapshot
 from hsfmt.readers.verification.report import Findings
 from hsfmt.storage import Store
@@ -23,6 +23,8 @@ def check_conflicts(store: Store, findings: Findings, loaded: LoadedSnapshot) ->
     for number in np.unique(snapshot.shadowed_part[differing]).tolist():
         try:
             known = load_ids(store, snapshot.parts[number])
+        except AccessError:
+            raise
         except HsfmtError:
             continue  # the check of that part reports it
         rows = snapshot.shadowed_row[differing[snapshot.shadowed_part[differing] == number]]

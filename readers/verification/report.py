@@ -11,6 +11,7 @@ from typing import Any
 
 from hsfmt import layout
 from hsfmt.errors import (
+    AccessError,
     CorruptionError,
     FormatVersionError,
     HeaderMismatchError,
@@ -310,7 +311,14 @@ class Findings:
         """Add what an error of this package says, as findings about the file at `path`.
 
         `corrupt` is the code for a CorruptionError.
+
+        Raises
+        ------
+        AccessError
+            It is one: whoever is not let in has found nothing out.
         """
+        if isinstance(error, AccessError):
+            raise error
         code = _code(error)
         code = corrupt if code == "corrupt" else code
         for problem in error.problems:

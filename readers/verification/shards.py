@@ -17,7 +17,7 @@ import xxhash
 from numcodecs import blosc
 
 from hsfmt.columns import Column
-from hsfmt.errors import CorruptionError, HsfmtError, NotFoundError, StorageError
+from hsfmt.errors import AccessError, CorruptionError, HsfmtError, NotFoundError, StorageError
 from hsfmt.layout import column_folder
 from hsfmt.readers.verification.objects import BLOCK_NBYTES, file_digest, forget_cached, unstable
 from hsfmt.readers.verification.part_context import PartContext
@@ -239,6 +239,8 @@ class _Shard:
             if not quiet:
                 self.note("size", f"{nbytes} bytes", error.problems[0].got, chunk)
             return None
+        except AccessError:
+            raise
         except HsfmtError as error:
             code = "missing" if isinstance(error, NotFoundError) else "unreadable"
             if quiet and isinstance(error, StorageError):

@@ -102,6 +102,8 @@ def verify(  # noqa: PLR0913 -- all but the dataset by keyword
     ------
     NotFoundError
         There is nothing of a dataset at `url`.
+    AccessError
+        Nobody is let in, or the server is gone, at the start or later: so nothing is said of what is stored.
     StorageError
         The storage can't even be listed.
     UsageError

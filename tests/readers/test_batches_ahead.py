@@ -106,14 +106,24 @@ class Cached:
 
 
 def test_what_is_cached_is_not_read_ahead():
-    read, ahead = Cached(20, 29), BatchesAhead(4)
-    for batch in batches(list(range(60))):
+    read, ahead = Cached(100, 109), BatchesAhead(4)
+    for batch in batches(list(range(200))):
         found = ahead.take(batch, read, one_byte, nothing, lambda: read.nbytes)
         assert found == [batch[0] * 10]
         until(lambda: not any(waiting.stage.busy for waiting in list(ahead._waiting.values())))
     inline = [number for number, is_main in sorted(read.threads.items()) if is_main]
-    # Four are on their way before anything is known of the first; then none is, until one had to be fetched.
-    assert inline == [0, *range(5, 22), *range(33, 60)]
+    # Those after 35 and 145 were to begin when 32 in a row had been cached; 101 when 100 was being fetched.
+    assert inline == [0, *range(36, 102), *range(146, 200)]
+
+
+@pytest.mark.parametrize("every", [2, 10, 30])
+def test_what_is_cached_in_part_is_read_ahead(every):
+    """Also while what is not takes long to come, and all between is there at once."""
+    read, ahead = Cached(0, -1), BatchesAhead(8)
+    read.stored = range(0, 300, every)
+    for batch in batches(list(range(300))):
+        assert ahead.take(batch, read, one_byte, nothing, lambda: read.nbytes) == [batch[0] * 10]
+    assert [number for number, is_main in sorted(read.threads.items()) if is_main] == [0]
 
 
 def test_without_a_cache_all_is_read_ahead():

@@ -14,7 +14,7 @@ def test_an_order_that_is_cached_is_not_read_ahead(tmp_path, packed):
     """Once that is known: the first batches may be; see test_batches_ahead.py for how soon."""
     written = write_dataset(tmp_path / "dataset")
     n_samples = len(written.ids)
-    order = [*range(n_samples)] * 3
+    order = [*range(n_samples)] * 6
     held = []
     for _ in range(2):
         store = RemoteLikeStore(written.path)
@@ -32,4 +32,4 @@ def test_an_order_that_is_cached_is_not_read_ahead(tmp_path, packed):
         dataset.reader.cache.drain()
     cold, warm = held[:n_samples], held[n_samples:]
     assert all(cold)
-    assert not any(warm[2 * n_samples :])
+    assert not any(warm[5 * n_samples :])

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from written import assert_same
 
+from hsfmt.errors import StorageError
 from hsfmt.readers import delivery, scatter, threads
 from hsfmt.readers.fetch import Fetcher
 from hsfmt.readers.sample_reader import ReadOptions, SampleReader
@@ -204,6 +205,77 @@ def test_a_signal_takes_effect_when_the_work_in_hand_is_done(alarm, n_strikes, r
     assert sorted(work.begun) == sorted(work.ended)
     assert 1 in work.begun
     assert len(work.begun) < 10, "the rest is left out"
+
+
+@pytest.mark.parametrize(("run", "items"), [(run_all, list), (run_coming, Coming)])
+def test_a_second_signal_strikes_what_the_first_one_ends(alarm, run, items):
+    """As Ctrl-C and a launcher's SIGTERM that come together."""
+    work, n_ends = Work(), []
+
+    def slow(item):
+        work.begun.append(item)
+        if item == 1:
+            time.sleep(0.1)
+            alarm()
+        time.sleep(0.3)
+        work.ended.append(item)
+
+    def end():
+        n_ends.append(None)
+        if len(n_ends) < 3:
+            raise Interrupt
+
+    with pytest.raises(Interrupt):
+        run(slow, items([1, 2, 3, 4, 5]), 2, inline=False, abandon=end)
+    assert sorted(work.begun) == sorted(work.ended), "nobody is at work any more"
+    assert len(n_ends) == 3, "until it ended"
+
+
+def test_a_signal_outranks_what_the_storage_failed_with(alarm):
+    """A loop that tries again after such a failure would never hear of it."""
+    done = []
+
+    def items():
+        yield 1
+        time.sleep(0.1)
+        raise StorageError.at("x", expected="a", got="b")
+
+    def work(item):
+        time.sleep(0.3)  # the failure is there by now, and the caller waits for us
+        alarm()
+        time.sleep(0.1)
+        done.append(item)
+
+    with pytest.raises(Interrupt):
+        run_coming(work, items(), 2, inline=False, abandon=lambda: None)
+    assert done == [1]
+    with pytest.raises(StorageError):
+        run_coming(done.append, items(), 2, inline=False, abandon=lambda: None)
+
+
+def test_an_error_that_is_kept_keeps_nothing_that_was_handed_over():
+    gc.collect()
+    gc.disable()
+    try:
+        buffers = [Buffer() for _ in range(20)]
+        kept = [weakref.ref(buffer) for buffer in buffers]
+        coming = Coming([*enumerate(buffers)])
+        del buffers
+
+        def work(item):
+            time.sleep(0.1)
+            raise ValueError(item[0])
+
+        with pytest.raises(ValueError, match=r"0|1") as caught:
+            run_coming(work, coming, 2, inline=False, abandon=coming.end)
+        coming.end()
+        deadline = time.monotonic() + 300
+        while sum(ref() is not None for ref in kept) > 2 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert sum(ref() is not None for ref in kept) <= 2, "those at work, to which tracebacks lead"
+        assert caught.value.__traceback__ is not None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("step", ["_deliver", pytest.param("_read_chunk", marks=pytest.mark.local)])

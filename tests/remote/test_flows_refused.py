@@ -11,6 +11,7 @@ import sys
 
 import pytest
 from flow_steps import COMMANDS, ROOT, converting, environment, in_a_process, source_folder, write_part
+from servers.fault_proxy import Fault
 from servers.nginx import AUTHORITY
 from servers.seaweed import READER_KEY, READER_SECRET, SECRET
 
@@ -201,3 +202,24 @@ def test_a_bucket_by_https_too(s3_server, s3_by_https, bucket, tmp_path, client)
         trusting = {"AWS_CA_BUNDLE": str(AUTHORITY), "SSL_CERT_FILE": str(AUTHORITY)}
         done = in_a_process(*argv, **env, **trusting)
         assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("level", ["quick", "full"])
+@pytest.mark.parametrize(("workers", "status"), [(1, 403), (2, 401)])
+def test_credentials_that_run_out_are_no_damage(hsfmt, as_user, bucket, s3_faults, level, workers, status):
+    """After each request in turn, of all that a verification makes."""
+    for number in (0, 1):
+        write_part(f"s3://{bucket}/d", f"p-{number}", [2 * number, 2 * number + 1], seal=bool(number))
+    as_user(AWS_ENDPOINT_URL=s3_faults.url)
+    argv = ["verify", f"s3://{bucket}/d", "--level", level, "--workers", str(workers), "--json"]
+    s3_faults.reset()
+    assert json.loads(hsfmt(*argv).stdout)["ok"]
+    n_requests = len(s3_faults.requests)
+    assert n_requests > 5
+    for n_let_in in range(0, n_requests, 1 if workers == 1 else n_requests // 4):
+        s3_faults.reset()
+        s3_faults.faults.append(Fault("status", status=status, count=None, skip=n_let_in, method=""))
+        document = json.loads(hsfmt(*argv, codes=(3,)).stdout)
+        assert document["exit_code"] == 3
+        assert "findings" not in document
+        assert document["error"][0]["expected"] == "to be let in"

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import threading
+import time
 
 import pytest
 
@@ -227,3 +228,26 @@ def test_on_the_loop_itself_it_would_wait_for_ever():
 
     with pytest.raises(StorageError, match="calls from other threads"):
         asyncio.run_coroutine_threadsafe(inside(), arrivals.get_loop()).result(300)
+
+
+def test_a_close_that_was_interrupted_is_done_the_next_time(requests, monkeypatch):
+    """What would still count as held would hold up all other calls for good."""
+    found = ArrivalsInFlight(requests.fetch, [8] * 3)
+    requests.wait(3)
+
+    def struck():
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(found._flight, "cancel", struck)
+        with pytest.raises(KeyboardInterrupt):
+            found.close()
+    assert arrivals.held_nbytes() == 24
+    found.close()
+    requests.wait(3)
+    assert sorted(requests.cancelled) == [0, 1, 2]
+    deadline = time.monotonic() + 300
+    while arrivals.held_nbytes() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert arrivals.held_nbytes() == 0
+    found.close()
