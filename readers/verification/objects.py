@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import xxhash
 
-from hsfmt.errors import HsfmtError, NotFoundError
+from hsfmt.errors import AccessError, HsfmtError, NotFoundError
 from hsfmt.readers.verification.report import Findings
 from hsfmt.storage import Store
 
@@ -41,7 +41,7 @@ def read_twice(
     """
     try:
         return fetch()
-    except NotFoundError as error:
+    except (NotFoundError, AccessError) as error:
         findings.raised(error, path)
         return None
     except HsfmtError as error:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import xxhash
 
 from hsfmt import layout
-from hsfmt.errors import HsfmtError
+from hsfmt.errors import AccessError, HsfmtError
 from hsfmt.readers.verification.documents import LoadedSnapshot
 from hsfmt.readers.verification.parts import PartOutcome, PartRows
 from hsfmt.readers.verification.report import Findings
@@ -160,6 +160,8 @@ class SnapshotCheck:
         """Say whether a manifest is there now: a snapshot sealed while we look names younger parts than our listing."""
         try:
             return self._store.size(path) is not None
+        except AccessError:
+            raise
         except HsfmtError:
             return False
 
